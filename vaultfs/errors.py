@@ -35,7 +35,11 @@ __all__ = [
     "LockBusyError",
     "LockBrokenError",
     "LookAgainError",
+    "MountDeniedError",
     "MountFailedError",
+    "MountpointError",
+    "MountpointMissingError",
+    "MountpointTakenError",
     "NotMountedError",
     "OwnerOnlyError",
     "PathCallConflictError",
@@ -46,9 +50,11 @@ __all__ = [
     "StateDirectoryError",
     "UnsafePathError",
     "UnsuitableVaultError",
+    "VaultDeniedError",
     "VaultError",
     "VaultFullError",
     "VaultGoneError",
+    "VaultMissingError",
     "errno_of",
     "exit_code_of",
     "hint_of",
@@ -113,10 +119,16 @@ def printable(text: bytes | str) -> str:
 
 
 class VaultError(Exception):
-    """Something about this vault could not be done."""
+    """Something about this vault could not be done.
 
-    def __init__(self, message: str | None = None, *, path: bytes | str | None = None) -> None:
+    `path` is the file it happened to; `remedy` replaces the table's hint where the place that raises knows better.
+    """
+
+    def __init__(
+        self, message: str | None = None, *, path: bytes | str | None = None, remedy: str | None = None
+    ) -> None:
         self.path: bytes | None = os.fsencode(path) if path is not None else None
+        self.remedy = remedy
         self.message = message if message is not None else (self.__doc__ or "").split("\n")[0]
         super().__init__(self.message)
 
@@ -247,6 +259,30 @@ class UnsuitableVaultError(VaultError):
     """This directory cannot be mounted as a vault."""
 
 
+class VaultMissingError(UnsuitableVaultError):
+    """There is no such vault."""
+
+
+class VaultDeniedError(UnsuitableVaultError):
+    """You may not write this vault."""
+
+
+class MountpointError(VaultError):
+    """This directory cannot be the mountpoint."""
+
+
+class MountpointMissingError(MountpointError):
+    """There is no such mountpoint."""
+
+
+class MountpointTakenError(MountpointError):
+    """The mountpoint is in use already."""
+
+
+class MountDeniedError(VaultError):
+    """You may not mount like this."""
+
+
 class DeviceMissingError(VaultError):
     """This machine cannot mount FUSE file systems as it is."""
 
@@ -335,6 +371,20 @@ TABLE: dict[type[VaultError], Row] = {
     UnsuitableVaultError: Row(
         errno.EINVAL, ExitCode.UNSUITABLE, "Choose a directory on a local file system that you may write."
     ),
+    VaultMissingError: Row(
+        errno.ENOENT, ExitCode.NOT_FOUND, "Check the spelling, or make the directory first: mkdir DIRECTORY."
+    ),
+    VaultDeniedError: Row(
+        errno.EACCES, ExitCode.DENIED, "Mount it as its owner, or read only: vaultfs mount -o ro VAULT MOUNTPOINT."
+    ),
+    MountpointError: Row(
+        errno.EINVAL, ExitCode.UNSUITABLE, "Choose an empty directory outside the vault, or leave the mountpoint away."
+    ),
+    MountpointMissingError: Row(errno.ENOENT, ExitCode.NOT_FOUND, "Make it first: mkdir MOUNTPOINT."),
+    MountpointTakenError: Row(
+        errno.EBUSY, ExitCode.BUSY, "Choose another mountpoint, or unmount what is there: vaultfs umount MOUNTPOINT."
+    ),
+    MountDeniedError: Row(errno.EACCES, ExitCode.DENIED, "Ask the administrator of this machine, or mount as root."),
     DeviceMissingError: Row(
         errno.ENODEV, ExitCode.UNSUITABLE, "Install fuse3 (apt-get install fuse3) and load it: modprobe fuse."
     ),
@@ -392,7 +442,7 @@ def exit_code_of(error: BaseException) -> int:
 def hint_of(error: BaseException) -> str:
     """One line that says what to do next."""
     if isinstance(error, VaultError):
-        return _row(error).hint
+        return error.remedy or _row(error).hint
     if isinstance(error, PermissionError):
         return "You need the right to read and write the vault and to use the mountpoint."
     return TABLE[VaultError].hint
