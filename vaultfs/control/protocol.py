@@ -1,0 +1,198 @@
+"""What is said over the control socket, and who has to answer.
+
+A daemon listens on a Unix stream socket that lies outside every vault (`vaultfs.control.registry` says where).
+A connection carries one request, one reply, and ends::
+
+    → {"v": 1, "request": "status", "arguments": {}}\\n
+    ← {"ok": true, "result": {...}}\\n                            or
+    ← {"ok": false, "error": {"kind": "DraftNotFoundError", "message": "...", "hint": "...", "exit_code": 6}}\\n
+
+=============  =======================  ==================================================================
+request        arguments                result
+=============  =======================  ==================================================================
+status         —                        `MountStatus`
+drafts         —                        list of `KeptDraftInfo`
+draft-content  ``id`` (prefix allowed)  `KeptDraftInfo`; a read-only descriptor of the content comes with
+                                        the reply (SCM_RIGHTS), so that the *asker* copies it, with its own
+                                        rights, wherever it likes: also onto the mount, which the daemon
+                                        itself must never touch
+stop           —                        null, at once; the daemon then publishes what is complete, keeps the
+                                        rest as drafts, unmounts and ends
+=============  =======================  ==================================================================
+
+Readers ignore keys they do not know; a request that is not known is answered with an error. Only the daemon's
+own user and root are answered (SO_PEERCRED), whatever the socket's mode says.
+
+File names are Unix bytes, and JSON text is not: names travel as ``os.fsdecode`` gives them, undecodable bytes as
+lone surrogates, written ``\\udcff`` by the standard library's ``json`` (msgspec refuses to encode them). That is
+why messages go through ``json`` here and msgspec only checks their shape.
+
+`Provider` is what the mount implements. Its methods are called from threads of the control server, several at a
+time, and answer from snapshots: they never wait for a request of the kernel, a lock or a disk longer than a
+moment, so that ``vaultfs status`` tells the truth about a mount that hangs.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any, Literal, Protocol, TypeVar
+
+import msgspec
+
+from vaultfs import errors
+from vaultfs.errors import VaultError, exit_code_of, hint_of
+
+__all__ = [
+    "MAXIMUM_REPLY",
+    "MAXIMUM_REQUEST",
+    "VERSION",
+    "Failure",
+    "HeldLockInfo",
+    "KeptDraftInfo",
+    "MountStatus",
+    "OpenDraft",
+    "Provider",
+    "Reply",
+    "Request",
+    "decode",
+    "encode",
+    "failure_of",
+    "loads",
+    "plain",
+    "revive",
+]
+
+VERSION = 1
+MAXIMUM_REQUEST = 64 << 10  # bytes; longer ones are refused unread
+MAXIMUM_REPLY = 64 << 20
+
+_T = TypeVar("_T")
+
+
+class OpenDraft(msgspec.Struct):
+    """A draft that somebody works on at this moment."""
+
+    path: str  # vault-relative
+    size: int  # bytes
+    age_s: float  # since it was opened
+    kind: str  # edit, append, replacement, new
+    pid: int  # the writer's; 0 if not known
+    program: str
+    changed: bool  # False: opened for writing, nothing written yet
+
+
+class HeldLockInfo(msgspec.Struct):
+    """A path lock that this daemon holds."""
+
+    path: str
+    held_s: float
+    private: bool = False  # kept in the state directory, not beside the file
+
+
+class KeptDraftInfo(msgspec.Struct):
+    """A draft that could not be published, or a version that was displaced; kept until somebody decides."""
+
+    id: str
+    path: str  # where it belongs, vault-relative
+    size: int
+    when: str  # ISO 8601, UTC
+    program: str
+    pid: int
+    uid: int
+    reason: str  # in words
+    kind: str = "edit"
+
+
+class MountStatus(msgspec.Struct):
+    """Everything `vaultfs status` shows about one mount."""
+
+    vault: str
+    mountpoint: str
+    pid: int
+    since: str  # ISO 8601, UTC
+    version: str
+    state: Literal["serving", "read-only", "stopping"] = "serving"
+    reason: str | None = None  # why it is read-only
+    drafts: list[OpenDraft] = []
+    locks: list[HeldLockInfo] = []
+    counters: dict[str, int] = {}  # saves, conflicts, busy, errors, …
+    kept: list[KeptDraftInfo] = []
+    retries: list[str] = []  # paths whose publishing is tried again, vault-relative
+    options: dict[str, Any] = {}
+    log_file: str | None = None
+
+
+class Provider(Protocol):
+    """The mount, as the control server sees it. All methods are thread-safe and quick."""
+
+    def status(self) -> MountStatus:
+        """A snapshot of everything that is to be told."""
+
+    def kept_drafts(self) -> list[KeptDraftInfo]:
+        """The kept drafts, oldest first."""
+
+    def open_draft(self, draft_id: str) -> int:
+        """A new read-only descriptor of the content of the kept draft `draft_id`; the caller closes it.
+
+        Raises DraftNotFoundError.
+        """
+
+    def stop(self) -> None:
+        """Ask the daemon to publish what is complete, keep the rest, unmount and end; returns at once."""
+
+
+class Request(msgspec.Struct):
+    request: str
+    v: int = VERSION
+    arguments: dict[str, Any] = {}
+
+
+class Failure(msgspec.Struct):
+    """An error on its way to the command line: what `vaultfs.errors` says about it, in plain values."""
+
+    kind: str
+    message: str
+    hint: str
+    exit_code: int
+
+
+class Reply(msgspec.Struct):
+    ok: bool
+    result: Any = None
+    error: Failure | None = None
+
+
+def failure_of(error: BaseException) -> Failure:
+    """`error` as it is sent: class name, message, hint and exit code of the one table."""
+    return Failure(type(error).__name__, str(error) or type(error).__name__, hint_of(error), exit_code_of(error))
+
+
+def revive(failure: Failure) -> VaultError:
+    """The error that the daemon met, to be raised here: of the same class, where that class is one of the family
+    (the exit code hangs on it), with the daemon's words.
+    """
+    family = getattr(errors, failure.kind, None)
+    if isinstance(family, type) and issubclass(family, VaultError) and family.__init__ is VaultError.__init__:
+        return family(failure.message, remedy=failure.hint)
+    return VaultError(failure.message, remedy=failure.hint)
+
+
+def plain(record: Any) -> Any:
+    """`record` (structs, lists, …) as dicts and lists, for ``json``."""
+    return msgspec.to_builtins(record)
+
+
+def encode(record: Any) -> bytes:
+    """One line for the wire."""
+    return json.dumps(plain(record), separators=(",", ":")).encode("ascii") + b"\n"
+
+
+def loads(line: bytes) -> Any:
+    """The plain values of one line. Raises ValueError."""
+    return json.loads(line)
+
+
+def decode(line: bytes | Any, kind: type[_T]) -> _T:
+    """A record from a line (or from plain values already). Raises ValueError if it has another shape."""
+    value = loads(line) if isinstance(line, bytes) else line
+    return msgspec.convert(value, kind)  # ValidationError is a ValueError
