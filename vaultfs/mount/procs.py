@@ -1,0 +1,323 @@
+"""Facts about other processes, read from ``/proc``: who has a file open, who descends from whom, who is dying.
+
+The mount decides by these facts whether a save is complete, so they are asked on every close. Three rules follow:
+
+*No question comes back to ourselves.* A plain ``stat`` of ``/proc/PID/fd/N`` on a file of the mount is a GETATTR
+to the very daemon that asks. `write_descriptors` uses statx with ``AT_STATX_DONT_SYNC``, which the kernel answers
+from what it was last sent. Nothing else here touches a file that a descriptor refers to.
+
+*Cheapest test first.* The permission bits of the link ``/proc/PID/fd/N`` itself are the access mode of the open
+file (``fs/proc/fd.c``, ``tid_fd_update_inode``), so one lstat of the link (1.2 µs) sorts out what is only read; the
+text of the link (1 µs) sorts out sockets and pipes; statx (4.3 µs) is left for the rest. ``fdinfo`` is not needed.
+A link's text is used for nothing else: it is wrong across mount namespaces.
+
+*A process may be gone between any two steps.* Then every function gives what its docstring says for that, and
+raises nothing. A pid that was used again is recognized by `start_time`, which callers keep beside the pid.
+
+A thread group whose leader thread has ended (``pthread_exit`` in ``main``) looks dead in ``/proc/PID``: state Z, no
+descriptors. Its other threads still have everything; the functions here look at them before they believe it.
+
+Sources: proc_pid_stat(5), proc_pid_fd(5), kcmp(2), the kernel's ``fs/proc/array.c`` and ``kernel/exit.c``.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from collections.abc import Iterator, Sequence
+
+from vaultfs import kernel
+
+__all__ = [
+    "ancestors",
+    "death_signal",
+    "descendants",
+    "distinct_open_files",
+    "is_dumping_core",
+    "is_exiting",
+    "program",
+    "start_time",
+    "thread_group",
+    "write_descriptors",
+]
+
+PF_EXITING = 0x4  # include/linux/sched.h; unchanged since these flags are shown
+PF_DUMPCORE = 0x200
+
+# Positions in /proc/PID/stat counted from the state, which is field 3 and the first after the name.
+_STATE = 0
+_PARENT = 1
+_FLAGS = 6
+_START_TIME = 19
+_EXIT_CODE = 49
+
+_MANY = 4096  # more generations or descendants than any save needs; a bound, so that no fork bomb holds up a close
+
+_GONE = (errno.ENOENT, errno.ESRCH, errno.ENOTDIR)
+_DENIED = (errno.EACCES, errno.EPERM)
+
+
+def _read(path: str) -> bytes:
+    """All of a small file of ``/proc``; empty if its process is gone or may not be looked at."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError as error:
+        if error.errno in _GONE or error.errno in _DENIED:
+            return b""
+        raise
+    try:
+        # One read gets all of stat, status and comm: the kernel makes their text as a whole, below one page.
+        return os.read(descriptor, 8192)
+    except ProcessLookupError:  # ended between open and read
+        return b""
+    finally:
+        os.close(descriptor)
+
+
+def _stat_fields(path: str) -> list[bytes]:
+    """The fields of a stat file from the state on, or an empty list if there is no such process.
+
+    The name before them may hold spaces and parentheses of its own, so they begin after the *last* one.
+    """
+    text = _read(path)
+    return text[text.rfind(b")") + 2 :].split() if text else []
+
+
+def _threads(pid: int) -> list[str]:
+    try:
+        return os.listdir(f"/proc/{pid}/task")
+    except OSError as error:
+        if error.errno in _GONE or error.errno in _DENIED:
+            return []
+        raise
+
+
+def thread_group(tid: int) -> int:
+    """The process (thread group id) that thread `tid` belongs to; 0 if there is no such thread.
+
+    The kernel tells a FUSE daemon the *thread* that makes a request (`ctx.pid`).
+    """
+    text = _read(f"/proc/{tid}/status")
+    start = text.find(b"\nTgid:")
+    return int(text[start + 6 : text.index(b"\n", start + 6)]) if start >= 0 else 0
+
+
+def start_time(pid: int) -> int:
+    """When `pid` began, in clock ticks since boot; 0 if it is gone. With the pid it names one process for ever."""
+    fields = _stat_fields(f"/proc/{pid}/stat")
+    return int(fields[_START_TIME]) if fields else 0
+
+
+def program(pid: int) -> str:
+    """The short name (at most 15 bytes) of process `pid`, for people; empty if it is gone.
+
+    Any bytes may be in it, also half a UTF-8 character: what cannot be decoded is shown as ``\\xNN``, so that the
+    text can go into a record.
+    """
+    return _read(f"/proc/{pid}/comm").removesuffix(b"\n").decode("utf-8", "backslashreplace")
+
+
+def ancestors(pid: int) -> Iterator[int]:
+    """The parent of `pid`, its parent, and so on to init; ends early where one is gone.
+
+    A parent that began after its child is not its parent but a pid used again: the walk ends there.
+    """
+    fields = _stat_fields(f"/proc/{pid}/stat")
+    for _ in range(_MANY):
+        if not fields:
+            return
+        parent = int(fields[_PARENT])
+        if parent == 0:
+            return
+        parent_fields = _stat_fields(f"/proc/{parent}/stat")
+        if not parent_fields or int(parent_fields[_START_TIME]) > int(fields[_START_TIME]):
+            return
+        yield parent
+        fields = parent_fields
+
+
+def descendants(pid: int) -> list[int]:
+    """Children, grandchildren, … of process `pid`, nearest first, at most 4096; empty if it is gone.
+
+    Children of an intermediate process that ended belong to init (or a subreaper) by then and are not among them.
+    While a process closes its files on exit, its children are still its own (``kernel/exit.c``: files go before
+    the children are handed on).
+    """
+    found: list[int] = []
+    seen = {pid}
+    by_parent: dict[int, list[int]] | None = None
+    pending = [pid]
+    for parent in pending:  # grows while it is walked: breadth first
+        if by_parent is None:
+            children = _children(parent)
+            if children is None:  # a kernel without CONFIG_PROC_CHILDREN: one look at every process instead
+                by_parent = _children_by_parent()
+        if by_parent is not None:
+            children = by_parent.get(parent, [])
+        for child in children or ():
+            if child in seen:  # a pid used again while we looked
+                continue
+            seen.add(child)
+            found.append(child)
+            pending.append(child)
+            if len(found) >= _MANY:
+                return found
+    return found
+
+
+def _children(pid: int) -> list[int] | None:
+    """The children of all threads of `pid`; None if this kernel has no ``children`` files."""
+    result: list[int] = []
+    for tid in _threads(pid):
+        try:
+            with open(f"/proc/{pid}/task/{tid}/children", "rb") as file:
+                result.extend(map(int, file.read().split()))
+        except (FileNotFoundError, ProcessLookupError):
+            # The thread ended meanwhile, or the kernel has no such file at all: our own thread tells which.
+            if not os.path.exists("/proc/thread-self/children"):
+                return None
+        except PermissionError:
+            continue  # its children cannot be known; those of the other threads can
+    return result
+
+
+def _children_by_parent() -> dict[int, list[int]]:
+    result: dict[int, list[int]] = {}
+    for name in os.listdir("/proc"):
+        if name.isdigit():
+            fields = _stat_fields(f"/proc/{name}/stat")
+            if fields:
+                result.setdefault(int(fields[_PARENT]), []).append(int(name))
+    return result
+
+
+def write_descriptors(pid: int, dev: int, ino: int) -> list[int] | None:
+    """The descriptors of process `pid` that are open for writing on the file with `dev` and `ino`.
+
+    `dev` is the ``st_dev`` of the mount and `ino` the number last sent to the kernel for that inode (what
+    ``AT_STATX_DONT_SYNC`` shows). Descriptors opened with O_PATH do not count.
+
+    Returns an empty list if the process is gone, has let go of all its files (it exits) or never had it, and None
+    if it cannot be looked into (another user's, or one that forbids it): then nothing is known.
+    """
+    result, any_open = _write_descriptors(f"/proc/{pid}/fd", dev, ino)
+    if any_open or result is None:
+        return result
+    for tid in _threads(pid):  # no descriptor at all: the leader thread may be gone and the others not
+        if int(tid) != pid:
+            result, any_open = _write_descriptors(f"/proc/{pid}/task/{tid}/fd", dev, ino)
+            if any_open or result is None:
+                return result
+    return []
+
+
+def _write_descriptors(directory: str, dev: int, ino: int) -> tuple[list[int] | None, bool]:
+    """(descriptors or None, whether any descriptor at all is open) of one thread's table."""
+    try:
+        table = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except OSError as error:
+        if error.errno in _GONE:
+            return [], False
+        if error.errno in _DENIED:
+            return None, False
+        raise
+    try:
+        # Through this descriptor it stays the same process to the end, even if its pid is used again.
+        names = os.listdir(table)
+        found = []
+        for name in names:
+            try:
+                if os.stat(name, dir_fd=table, follow_symlinks=False).st_mode & stat.S_IWUSR and _may_be_file(
+                    name, table
+                ):
+                    status = kernel.statx(table, name.encode(), kernel.AT_STATX_DONT_SYNC | kernel.AT_NO_AUTOMOUNT)
+                    if status.ino == ino and status.dev == dev:
+                        found.append(int(name))
+            except OSError as error:
+                if error.errno not in _GONE:  # forbidden, or whatever else hides one: it could be the one asked for
+                    return None, True
+                # Closed since the listing: then it is not held, which is what is asked.
+        return found, bool(names)
+    except OSError as error:
+        if error.errno in _GONE:  # the process ended while its table was listed
+            return [], False
+        if error.errno in _DENIED:
+            return None, False
+        raise
+    finally:
+        os.close(table)
+
+
+def _may_be_file(name: str, table: int) -> bool:
+    """False for ``socket:[1]``, ``pipe:[1]``, ``anon_inode:…``: what has no path at all."""
+    try:
+        return os.readlink(name, dir_fd=table).startswith("/")
+    except OSError as error:
+        if error.errno == errno.ENAMETOOLONG:  # a path longer than a page has a link text that cannot be read
+            return True
+        raise
+
+
+def distinct_open_files(pid: int, fds: Sequence[int]) -> int | None:
+    """How many separate opens the descriptors `fds` of process `pid` are: duplicates of one another count once.
+
+    A descriptor closed meanwhile does not count. None if the kernel does not tell (kcmp(2) without the right to
+    trace the process, in a sandbox, or not built in).
+    """
+    tid = pid
+    try:
+        if fds and not _is_open(pid, fds[0]):  # that one was closed, or the leader thread is gone and has no files
+            tid = next((thread for thread in map(int, _threads(pid)) if _is_open(thread, fds[0])), pid)
+        distinct: list[int] = []
+        for fd in fds:
+            if _is_open(tid, fd) and not any(_same_open_file(tid, fd, other) for other in distinct):
+                distinct.append(fd)
+        return len(distinct)
+    except OSError as error:
+        if error.errno in (errno.EPERM, errno.EACCES, errno.ENOSYS, errno.EOPNOTSUPP):
+            return None
+        raise
+
+
+def _is_open(tid: int, fd: int) -> bool:
+    return _same_open_file(tid, fd, fd)
+
+
+def _same_open_file(tid: int, first: int, second: int) -> bool:
+    try:
+        return kernel.kcmp(tid, tid, kernel.KCMP_FILE, first, second)
+    except OSError as error:
+        if error.errno in (errno.EBADF, errno.ESRCH):  # one of them is closed, or the process is gone
+            return False
+        raise
+
+
+def death_signal(pid: int) -> int:
+    """The signal that process or thread `pid` is dying of, or died of if it is a zombie; 0 if of none.
+
+    PF_SIGNALED is not asked: it also shows on the threads of a process that exits normally. A process that catches
+    the signal and exits gives 0: it had its say. 0 too where the kernel hides exit codes from us (another user's
+    process): whoever cannot look into a process does not publish at its FLUSH anyway.
+    """
+    fields = _stat_fields(f"/proc/{pid}/stat")
+    if not fields or not int(fields[_FLAGS]) & PF_EXITING:
+        return 0
+    return int(fields[_EXIT_CODE]) & 0x7F
+
+
+def is_exiting(pid: int) -> bool:
+    """Whether process `pid` is on its way out in all its threads, a zombie, or gone."""
+    if _lives(_stat_fields(f"/proc/{pid}/stat")):
+        return False
+    return not any(_lives(_stat_fields(f"/proc/{pid}/task/{tid}/stat")) for tid in _threads(pid) if int(tid) != pid)
+
+
+def _lives(fields: list[bytes]) -> bool:
+    return bool(fields) and not int(fields[_FLAGS]) & PF_EXITING
+
+
+def is_dumping_core(tid: int) -> bool:
+    """Whether thread `tid` is writing a core dump: what it opens now is that dump, not a document."""
+    fields = _stat_fields(f"/proc/{tid}/stat")
+    return bool(fields) and bool(int(fields[_FLAGS]) & PF_DUMPCORE)
