@@ -40,7 +40,9 @@ __all__ = [
     "MountpointError",
     "MountpointMissingError",
     "MountpointTakenError",
+    "NoAnswerError",
     "NotMountedError",
+    "Outcome",
     "OwnerOnlyError",
     "PathCallConflictError",
     "PathKind",
@@ -99,6 +101,20 @@ class PathKind(StrEnum):
     ESCAPES = "escapes"
     CROSSES_MOUNT = "crosses-mount"
     NAME_TOO_LONG = "name-too-long"
+
+
+class Outcome(StrEnum):
+    """How a publish ended. The values are stable: programs may compare them."""
+
+    PUBLISHED = "published"
+    DESTINATION_CONFLICT = "destination_conflict"  # the name is taken, and replacing was not asked for
+    IDENTITY_MISMATCH = "identity_mismatch"  # the name holds another version than the one expected
+    ATOMIC_UNAVAILABLE = "atomic_unavailable"  # this file system cannot compare and swap
+    INVALID_REQUEST = "invalid_request"
+    IO_ERROR = "io_error"
+    DURABILITY_FAILED = "durability_failed"  # the disk refused to confirm; the data may be gone after a power loss
+    DURABILITY_NOT_PROVABLE = "durability_not_provable"
+    PUBLISHED_UNCERTAIN = "published_uncertain"  # the rename may have happened; everything is kept
 
 
 def printable(text: bytes | str) -> str:
@@ -200,7 +216,23 @@ class ForeignLockError(LockBrokenError):
 
 
 class ConflictError(VaultError):
-    """Somebody else's version came in between; both are kept."""
+    """Somebody else's version came in between; both are kept.
+
+    `conflict_copy` is the vault-relative path of the copy made beside the file, `kept` the id of the draft among
+    `vaultfs drafts` where no copy was made.
+    """
+
+    def __init__(
+        self,
+        message: str | None = None,
+        *,
+        path: bytes | str | None = None,
+        conflict_copy: bytes | None = None,
+        kept: str | None = None,
+    ) -> None:
+        super().__init__(message, path=path)
+        self.conflict_copy = conflict_copy
+        self.kept = kept
 
 
 class PathCallConflictError(ConflictError):
@@ -232,7 +264,26 @@ class FenceLostError(VaultGoneError):
 
 
 class PublishError(VaultError):
-    """The new version could not be put in place."""
+    """The new version could not be put in place.
+
+    `outcome` says how it ended and `cleanup` whether the staged file may be removed: never after an uncertain
+    outcome, since the rename may have happened. `cause_errno` is the system call's errno where one failed (the
+    program on the mount gets that one), else 0.
+    """
+
+    def __init__(
+        self,
+        message: str | None = None,
+        *,
+        path: bytes | str | None = None,
+        outcome: Outcome = Outcome.IO_ERROR,
+        cleanup: bool = False,
+        cause_errno: int = 0,
+    ) -> None:
+        super().__init__(message, path=path)
+        self.outcome = outcome
+        self.cleanup = cleanup
+        self.cause_errno = cause_errno
 
 
 class StateDirectoryError(VaultError):
@@ -245,6 +296,10 @@ class DraftNotFoundError(VaultError):
 
 class NotMountedError(VaultError):
     """This is no vaultfs mount."""
+
+
+class NoAnswerError(VaultError):
+    """The daemon of this mount does not answer."""
 
 
 class BusyMountError(VaultError):
@@ -362,6 +417,9 @@ TABLE: dict[type[VaultError], Row] = {
     ),
     DraftNotFoundError: Row(errno.ENOENT, ExitCode.NOT_FOUND, "`vaultfs drafts` lists what is kept."),
     NotMountedError: Row(errno.EINVAL, ExitCode.NOT_FOUND, "`vaultfs status` lists what is mounted."),
+    NoAnswerError: Row(
+        errno.ETIMEDOUT, ExitCode.FAILED, "Look at its log; if it hangs for good: vaultfs umount --lazy MOUNTPOINT."
+    ),
     BusyMountError: Row(
         errno.EBUSY, ExitCode.BUSY, "Close those programs and try again, or use --lazy to detach the mount now."
     ),
@@ -421,6 +479,8 @@ def errno_of(error: BaseException) -> int:
     """The errno that a program gets for `error`: the table's, the system call's own, or EIO for the unexpected."""
     if isinstance(error, UnsafePathError):
         return _ERRNO_OF_KIND.get(error.kind, TABLE[UnsafePathError].errno)
+    if isinstance(error, PublishError) and error.cause_errno:
+        return error.cause_errno
     if isinstance(error, VaultError):
         return _row(error).errno
     if isinstance(error, OSError) and error.errno:
