@@ -20,6 +20,7 @@ import fcntl
 import functools
 import os
 import platform
+import sys
 from typing import Any, NamedTuple
 
 __all__ = [
@@ -37,9 +38,13 @@ __all__ = [
     "RESOLVE_NO_XDEV",
     "Statx",
     "ficlone",
+    "filesystem_type",
+    "filesystem_uuid",
+    "inode_flags",
     "kcmp",
     "openat2",
     "renameat2",
+    "set_inode_flags",
     "statx",
     "syncfs",
 ]
@@ -65,6 +70,9 @@ STATX_BTIME = 0x800
 STATX_MNT_ID = 0x1000
 
 _FICLONE = 0x40049409
+_FS_IOC_GETFSUUID = 0x80111500
+_FS_IOC_GETFLAGS = 0x80086601
+_FS_IOC_SETFLAGS = 0x40086602
 _SYS_OPENAT2 = 437
 _SYSCALL_NUMBERS = {  # machine: (renameat2, statx, kcmp)
     "x86_64": (316, 332, 312),
@@ -240,3 +248,40 @@ def syncfs(descriptor: int) -> None:
     """Write all of the file system of `descriptor` to disk; EIO if any writeback failed since it was opened."""
     if _libc.syncfs(descriptor) != 0:
         raise _failed()
+
+
+def filesystem_uuid(descriptor: int) -> bytes | None:
+    """The UUID of the file system of `descriptor`; None where it does not tell (before Linux 6.9, network, FUSE)."""
+    answer = bytearray(17)  # struct fsuuid2: a length, then up to 16 bytes; include/uapi/linux/fs.h
+    try:
+        fcntl.ioctl(descriptor, _FS_IOC_GETFSUUID, answer)
+    except OSError as error:
+        if error.errno in (errno.ENOTTY, errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):
+            return None
+        raise
+    return bytes(answer[1 : 1 + answer[0]])
+
+
+def filesystem_type(descriptor: int) -> int:
+    """The magic number of the file system of `descriptor`; fstatfs(2), include/uapi/linux/magic.h."""
+    buffer = (ctypes.c_long * 32)()  # struct statfs is at most 120 bytes, and f_type its first field
+    if _libc.fstatfs(descriptor, ctypes.byref(buffer)) != 0:
+        raise _failed()
+    return int(buffer[0]) & 0xFFFFFFFF
+
+
+def inode_flags(descriptor: int) -> int | None:
+    """The FS_*_FL flags of an inode (ioctl_iflags(2)); None where the file system has none."""
+    answer = bytearray(8)
+    try:
+        fcntl.ioctl(descriptor, _FS_IOC_GETFLAGS, answer)
+    except OSError as error:
+        if error.errno in (errno.ENOTTY, errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):
+            return None
+        raise
+    return int.from_bytes(answer[:4], sys.byteorder)  # the kernel writes an int, whatever the ioctl's number says
+
+
+def set_inode_flags(descriptor: int, flags: int) -> None:
+    """Set the FS_*_FL flags of an inode (ioctl_iflags(2)); EPERM or EOPNOTSUPP for those it does not allow."""
+    fcntl.ioctl(descriptor, _FS_IOC_SETFLAGS, flags.to_bytes(8, sys.byteorder))
