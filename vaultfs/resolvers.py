@@ -31,6 +31,7 @@ from typing import NamedTuple, Protocol
 
 from vaultfs import kernel
 from vaultfs.errors import PathKind, UnsafePathError
+from vaultfs.kernel import openat2
 
 __all__ = ["Bounds", "KernelResolver", "Resolver", "WalkResolver", "mount_id", "refuse_irregular"]
 
@@ -217,10 +218,11 @@ class WalkResolver:
 class KernelResolver:
     """openat2(2): one system call for any path that fits into PATH_MAX; see the module's docstring."""
 
-    __slots__ = ("_bounds", "_single_device", "_walk")
+    __slots__ = ("_dev", "_fd", "_single_device", "_walk")
 
     def __init__(self, bounds: Bounds) -> None:
-        self._bounds = bounds
+        self._fd = bounds.fd
+        self._dev = bounds.dev
         self._single_device = bounds.single_device
         self._walk = WalkResolver(bounds)
 
@@ -228,7 +230,7 @@ class KernelResolver:
     def works(fd: int) -> bool:
         """False where the kernel has no openat2 (ENOSYS) or a sandbox forbids it (EPERM)."""
         try:
-            os.close(kernel.openat2(fd, b".", _LOOK_DIRECTORY, 0, _RULES))
+            os.close(openat2(fd, b".", _LOOK_DIRECTORY, 0, _RULES))
         except OSError as error:
             if error.errno in (errno.ENOSYS, errno.EPERM, errno.EINVAL):
                 return False
@@ -239,17 +241,24 @@ class KernelResolver:
         """See `Resolver.descend`."""
         if len(path) >= _PATH_MAX:
             return self._descend_deep(path)
-        descriptor = self._open(self._bounds.fd, path, _LOOK_DIRECTORY, 0, path)
-        if descriptor < 0:
-            return self._walk.descend(path)
+        try:  # spelled out here and in `reach` instead of calling `_open`: every request of the mount comes along here
+            descriptor = openat2(self._fd, path, _LOOK_DIRECTORY, 0, _RULES)
+        except OSError as error:
+            descriptor = self._open_again(error, self._fd, path, _LOOK_DIRECTORY, 0, path)
+            if descriptor < 0:
+                return self._walk.descend(path)
         return descriptor if self._single_device else self._same_device(descriptor, path)
 
     def reach(self, path: bytes) -> int:
         """See `Resolver.reach`."""
-        descriptor = self._open_below(path, _LOOK, 0)
-        if descriptor < 0:
-            return self._walk.reach(path)
-        return descriptor
+        if len(path) < _PATH_MAX and self._single_device:
+            try:
+                return openat2(self._fd, path, _LOOK, 0, _RULES)
+            except OSError as error:
+                descriptor = self._open_again(error, self._fd, path, _LOOK, 0, path)
+        else:
+            descriptor = self._open_below(path, _LOOK, 0)
+        return descriptor if descriptor >= 0 else self._walk.reach(path)
 
     def open(self, path: bytes, flags: int, mode: int, regular: bool) -> int:
         """See `Resolver.open`.
@@ -273,10 +282,10 @@ class KernelResolver:
 
     def _open_below(self, path: bytes, flags: int, mode: int) -> int:
         if len(path) < _PATH_MAX and self._single_device:
-            return self._open(self._bounds.fd, path, flags, mode, path)
+            return self._open(self._fd, path, flags, mode, path)
         directory, slash, name = path.rpartition(b"/")
         if not slash:
-            return self._open(self._bounds.fd, path, flags, mode, path)
+            return self._open(self._fd, path, flags, mode, path)
         parent = self.descend(directory)
         try:
             return self._open(parent, name, flags, mode, path)
@@ -284,20 +293,26 @@ class KernelResolver:
             os.close(parent)
 
     def _open(self, start: int, path: bytes, flags: int, mode: int, whole: bytes) -> int:
-        """openat2 below `start`; -1 if it was interrupted too often: then the walk has to do it.
+        """openat2 below `start`; -1 if it was interrupted too often: then the walk has to do it."""
+        try:
+            return openat2(start, path, flags, mode, _RULES)
+        except OSError as error:
+            return self._open_again(error, start, path, flags, mode, whole)
+
+    def _open_again(self, cause: OSError, start: int, path: bytes, flags: int, mode: int, whole: bytes) -> int:
+        """What follows when openat2 failed with `cause`: again, -1, or the error that the caller is to see.
 
         EAGAIN means that a rename or a mount somewhere raced with the walk in the kernel, openat2(2).
         """
         for _ in range(_ATTEMPTS):
+            if cause.errno in (errno.ELOOP, errno.EXDEV):
+                raise self._walk.explain(whole, cause) from cause
+            if cause.errno not in (errno.EAGAIN, errno.EINTR):
+                raise cause
             try:
-                return kernel.openat2(start, path, flags, mode, _RULES)
+                return openat2(start, path, flags, mode, _RULES)
             except OSError as error:
-                number = error.errno
-                if number in (errno.EAGAIN, errno.EINTR):
-                    continue
-                if number in (errno.ELOOP, errno.EXDEV):
-                    raise self._walk.explain(whole, error) from error
-                raise
+                cause = error
         return -1
 
     def _descend_deep(self, path: bytes) -> int:
@@ -305,7 +320,7 @@ class KernelResolver:
 
         Each piece keeps the rules beneath the one before it, which kept them beneath the root.
         """
-        descriptor = self._bounds.fd
+        descriptor = self._fd
         start = 0
         try:
             while start < len(path):
@@ -315,13 +330,13 @@ class KernelResolver:
                     if end < 0:  # one component longer than PATH_MAX: the kernel says ENAMETOOLONG
                         end = len(path)
                 following = self._open(descriptor, path[start:end], _LOOK_DIRECTORY, 0, path[:end])
-                if descriptor != self._bounds.fd:
+                if descriptor != self._fd:
                     os.close(descriptor)
-                descriptor = self._bounds.fd  # nothing of ours is open should the walk below raise
+                descriptor = self._fd  # nothing of ours is open should the walk below raise
                 descriptor = following if following >= 0 else self._walk.descend(path[:end])
                 start = end + 1
         except BaseException:
-            if descriptor != self._bounds.fd:
+            if descriptor != self._fd:
                 os.close(descriptor)
             raise
         return descriptor if self._single_device else self._same_device(descriptor, path)
@@ -329,7 +344,7 @@ class KernelResolver:
     def _same_device(self, descriptor: int, path: bytes) -> int:
         """`descriptor` itself, if it is on the root's device; a subvolume below cannot lead back to that device."""
         try:
-            if os.fstat(descriptor).st_dev != self._bounds.dev:
+            if os.fstat(descriptor).st_dev != self._dev:
                 raise UnsafePathError(PathKind.CROSSES_MOUNT, path, cause_errno=errno.EXDEV)
         except BaseException:
             os.close(descriptor)

@@ -521,11 +521,13 @@ class VaultRoot:
             below = self._remove_files(directory)
             if not below:
                 try:
-                    self.rmdir(directory, missing_ok=directory != path)
+                    self.rmdir(directory, missing_ok=True)
                     continue
                 except OSError as error:
-                    if error.errno != errno.ENOTEMPTY or not attempts:
+                    if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
                         raise
+            if attempts <= 0:
+                raise OSError(errno.ENOTEMPTY, "somebody keeps filling it while it is removed", directory)
             pending.append((directory, attempts - 1))
             pending.extend((child, _REMOVE_ATTEMPTS) for child in below)
 
