@@ -1,0 +1,171 @@
+"""Saves → watchers: tells the companion process which names changed.
+
+`Announcer.announce` is one write to a pipe: it never waits, may be called from any thread, and costs the same whether
+somebody watches or not. Everything else (is anybody watching, at most once per name, the chmod through the mount)
+is done by the process described in `vaultfs.mount.companion`, which also says why it is a process.
+
+Calling sequence::
+
+    announcer = Announcer(b"/home/me/notes", os.stat(mountpoint).st_dev, shared=allow_other)
+    announcer.start()                        # in the daemon's main thread, once the mount answers
+    …
+    announcer.announce(b"a/note.md", 0o644)  # after a publish, with no lock of ours held, though it would not matter
+    …
+    if ctx.pid == announcer.thread_id: …     # in lookup, getattr, setattr: our own hint; answer, change nothing
+    …
+    announcer.stop()                         # before the daemon unmounts
+
+What is not promised: announcements are hints. One is lost if the companion cannot be started or died, if thousands
+wait because the mount hangs, if the path is longer than 4000 bytes, and on a mount that is read-only for the kernel
+(chmod is refused before it comes to us).
+"""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import select
+import subprocess
+import sys
+import threading
+import time
+
+from vaultfs.mount import companion
+
+__all__ = ["Announcer"]
+
+log = logging.getLogger(__name__)
+
+_PIPE_SIZE = 1 << 20  # bytes: some ten thousand names, the most an unprivileged process may ask for
+_START_AGAIN = 30.0  # seconds before a companion that died is started again
+
+
+class Announcer:
+    """The daemon's end of the pipe to its companion; owns the process and the pipe, and `stop` releases both."""
+
+    def __init__(self, mountpoint: bytes, mount_dev: int, *, shared: bool = True) -> None:
+        """Starts nothing yet.
+
+        `mountpoint` is absolute; `mount_dev` is the ``st_dev`` of the mounted file system; `shared` says that other
+        users may use the mount (allow_other).
+        """
+        self._mountpoint = mountpoint
+        self._dev = mount_dev
+        self._shared = shared
+        self._process: subprocess.Popen[bytes] | None = None
+        self._pipe = -1
+        self._thread = 0
+        self._started_at = 0.0
+        self._guard = threading.Lock()  # of all of the above: `announce` may come from the invalidating thread
+        self._owner = 0
+        self.lost = 0  # announcements that could not be handed over; for the counters of `vaultfs status`
+
+    @property
+    def thread_id(self) -> int:
+        """The thread id by which the companion's requests are known (``ctx.pid``); 0 while there is none.
+
+        It belongs to the companion for as long as it is shown here: the process is not reaped before this is 0, so
+        the kernel cannot give the number to a stranger, whose chmod would then be ignored.
+        """
+        return self._thread
+
+    def start(self) -> bool:
+        """Start the companion; False (and a line in the log) if that fails: the mount works without.
+
+        Call it in the daemon's main thread: the companion watches over the thread that started it.
+        """
+        with self._guard:
+            self._owner = threading.get_ident()
+            return self._start()
+
+    def _start(self) -> bool:
+        self._started_at = time.monotonic()
+        reading, writing = os.pipe2(os.O_CLOEXEC)
+        try:
+            os.set_blocking(writing, False)
+            try:
+                fcntl.fcntl(writing, fcntl.F_SETPIPE_SZ, _PIPE_SIZE)
+            except OSError as error:
+                # Over the user's pipe quota: the usual 64 KiB must do.
+                log.debug("the announcing pipe keeps its usual size: %s", error)
+            self._process = subprocess.Popen(
+                [
+                    sys.executable,
+                    "-I",
+                    "-S",
+                    companion.__file__,
+                    os.fsdecode(self._mountpoint),
+                    str(self._dev),
+                    str(os.getpid()),
+                    "shared" if self._shared else "own",
+                ],
+                stdin=reading,
+                stdout=subprocess.DEVNULL,
+                cwd="/",
+                start_new_session=True,  # Ctrl-C in the terminal is the daemon's business
+            )
+        except OSError as error:
+            os.close(writing)
+            log.warning("programs that watch will not be told of saves: the companion does not start: %s", error)
+            return False
+        finally:
+            os.close(reading)
+        self._pipe = writing
+        self._thread = self._process.pid
+        return True
+
+    def announce(self, path: bytes, mode: int) -> None:
+        """Tell whoever watches that `path` (vault-relative, b"" is the root), whose mode is `mode`, has changed.
+
+        Never waits and never fails. Any thread.
+        """
+        message = b"%o %s\0" % (mode & 0o7777, path)
+        if len(message) > select.PIPE_BUF:  # would not be written in one piece; no program watches so deep
+            self.lost += 1
+            return
+        with self._guard:
+            if self._pipe < 0:
+                self.lost += 1
+                return
+            try:
+                os.write(self._pipe, message)
+            except BlockingIOError:  # thousands wait already: the mount hangs, or their watchers are long flooded
+                self.lost += 1
+            except BrokenPipeError:
+                self.lost += 1
+                self._died()
+
+    def _died(self) -> None:
+        """The companion ended by itself (killed, out of memory): start another, but not again and again."""
+        if threading.get_ident() != self._owner or time.monotonic() - self._started_at < _START_AGAIN:
+            return  # a later announcement of the main thread will find it dead again
+        process = self._release()
+        if process is not None:
+            log.warning("the companion process ended unexpectedly (status %s); starting another", process.wait())
+        self._start()
+
+    def _release(self) -> subprocess.Popen[bytes] | None:
+        """Close the pipe and disown the thread id; returns the process, to be reaped only now."""
+        process, self._process = self._process, None
+        self._thread = 0
+        if self._pipe >= 0:
+            os.close(self._pipe)
+            self._pipe = -1
+        return process
+
+    def stop(self, limit: float = 2.0) -> None:
+        """End the companion, waiting at most `limit` seconds; idempotent. What was not announced yet is dropped.
+
+        It may be stuck in the mount for as long as the daemon does not answer; then it is left to end by itself when
+        the mount goes.
+        """
+        with self._guard:
+            process = self._release()
+        if process is None:
+            return
+        try:
+            process.wait(limit)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            log.warning("the companion process %d is stuck in the mount and ends with it", process.pid)
