@@ -1,0 +1,24 @@
+"""Locks: who may change what, and when.
+
+- `records`: what a lock says about its owner, read without trusting it
+- `liveness`: who is dead, the one table of proof
+- `reaper`: taking a lock apart so that nobody else's is hurt
+- `places`: where the lock of a path stands
+- `path_lock`: one owner at a time for one path, shared with other tools
+- `fence`: one daemon at a time for a whole vault
+"""
+
+from __future__ import annotations
+
+from vaultfs.locks.path_lock import Acquisition, HeldLock, LockReport, PathLocks
+from vaultfs.locks.places import DEFAULT_PRIVATE, is_lock_directory, is_lock_name
+
+__all__ = [
+    "DEFAULT_PRIVATE",
+    "Acquisition",
+    "HeldLock",
+    "LockReport",
+    "PathLocks",
+    "is_lock_directory",
+    "is_lock_name",
+]
