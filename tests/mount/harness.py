@@ -260,12 +260,19 @@ class Client:
 
     def end(self, guard: float = GUARD) -> tuple[int, str]:
         """Closes the program's input, waits for its end: (exit code, what else it printed)."""
+        assert self.process.stdin is not None and self.process.stdout is not None
+        with suppress(BrokenPipeError):  # it has ended already, without listening
+            self.process.stdin.close()
+        hung = threading.Event()
+        timer = threading.Timer(guard, lambda: (hung.set(), self.process.kill()))
+        timer.start()
         try:
-            output, _ = self.process.communicate(timeout=guard)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait(GUARD)
-            raise Hung(f"client {self.process.args!r:.300} did not end: {self.errors()}") from None
+            output = self.process.stdout.read()
+            self.process.wait()
+        finally:
+            timer.cancel()
+        if hung.is_set():
+            raise Hung(f"client {self.process.args!r:.300} did not end: {self.errors()}")
         return self.process.returncode, output
 
     def result(self, guard: float = GUARD) -> Any:
@@ -295,6 +302,8 @@ class Client:
 
 
 _PROLOGUE = """
+from __future__ import annotations
+from typing import Any
 import json as _json, sys as _sys
 def hear():
     line = _sys.stdin.readline()
