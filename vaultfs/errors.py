@@ -307,7 +307,27 @@ class BusyMountError(VaultError):
 
 
 class AlreadyServedError(VaultError):
-    """This vault is being served already."""
+    """This vault is being served already.
+
+    By the process `pid` on `host` (None: this one) since `since` (ISO 8601), as far as its fence says. `start_time`
+    (clock ticks since boot) tells that process from a later one with its number; None unless it runs right here.
+    """
+
+    def __init__(
+        self,
+        message: str | None = None,
+        *,
+        path: bytes | str | None = None,
+        pid: int | None = None,
+        host: str | None = None,
+        since: str | None = None,
+        start_time: int | None = None,
+    ) -> None:
+        super().__init__(message, path=path)
+        self.pid = pid
+        self.host = host
+        self.since = since
+        self.start_time = start_time
 
 
 class UnsuitableVaultError(VaultError):

@@ -6,16 +6,20 @@
 - `places`: where the lock of a path stands
 - `path_lock`: one owner at a time for one path, shared with other tools
 - `fence`: one daemon at a time for a whole vault
+- `pulse`: a thread for the heartbeats of owners without a timer
 """
 
 from __future__ import annotations
 
+from vaultfs.locks.fence import Fence, FenceRecord
 from vaultfs.locks.path_lock import Acquisition, HeldLock, LockReport, PathLocks
 from vaultfs.locks.places import DEFAULT_PRIVATE, is_lock_directory, is_lock_name
 
 __all__ = [
     "DEFAULT_PRIVATE",
     "Acquisition",
+    "Fence",
+    "FenceRecord",
     "HeldLock",
     "LockReport",
     "PathLocks",

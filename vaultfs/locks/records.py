@@ -37,6 +37,7 @@ __all__ = [
     "OWNER_LIMIT",
     "Identity",
     "LockContents",
+    "NotAPlainFile",
     "OtherRecord",
     "OwnerRecord",
     "encode",
@@ -199,14 +200,14 @@ def _integer(value: object) -> int | None:
     return value if isinstance(value, int) else None
 
 
-class _NotAPlainFile(Exception):
-    """What was opened is no regular file of one name within the limit; says what it is. Stays in this file."""
+class NotAPlainFile(Exception):
+    """What was opened is no regular file of one name within the limit; says what it is. Stays in this package."""
 
 
 def read_small_file(directory: int, name: bytes, limit: int = OWNER_LIMIT) -> bytes:
     """All of the regular file `name` in `directory`, if it has at most `limit` bytes.
 
-    Raises OSError as open(2) does (ELOOP for a link), and `_NotAPlainFile` for everything that must not be read.
+    Raises OSError as open(2) does (ELOOP for a link), and `NotAPlainFile` for everything that must not be read.
     """
     descriptor = os.open(
         name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC, dir_fd=directory
@@ -214,18 +215,18 @@ def read_small_file(directory: int, name: bytes, limit: int = OWNER_LIMIT) -> by
     try:
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode):
-            raise _NotAPlainFile("is no regular file")
+            raise NotAPlainFile("is no regular file")
         if status.st_nlink > 1:
-            raise _NotAPlainFile("has more than one hard link")
+            raise NotAPlainFile("has more than one hard link")
         if status.st_size > limit:
-            raise _NotAPlainFile(f"is over {limit} bytes")
+            raise NotAPlainFile(f"is over {limit} bytes")
         data = b""
         while len(data) <= limit:  # it may grow while we read: never more than one byte over the limit
             piece = os.read(descriptor, limit + 1 - len(data))
             if not piece:
                 return data
             data += piece
-        raise _NotAPlainFile(f"is over {limit} bytes")
+        raise NotAPlainFile(f"is over {limit} bytes")
     finally:
         os.close(descriptor)
 
@@ -264,7 +265,7 @@ def look_into(descriptor: int) -> LockContents:
                 entry_status = os.stat(name, dir_fd=descriptor, follow_symlinks=False)
             except FileNotFoundError:
                 continue  # released under our look; the caller looks at the name again
-            except _NotAPlainFile as error:
+            except NotAPlainFile as error:
                 foreign = f"its {os.fsdecode(name)!r} {error}"
                 continue
             if not stat.S_ISREG(entry_status.st_mode) or entry_status.st_nlink > 1:
