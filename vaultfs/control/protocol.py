@@ -34,6 +34,7 @@ moment, so that ``vaultfs status`` tells the truth about a mount that hangs.
 
 from __future__ import annotations
 
+import builtins
 import json
 from typing import Any, Literal, Protocol, TypeVar
 
@@ -167,11 +168,17 @@ def failure_of(error: BaseException) -> Failure:
     return Failure(type(error).__name__, str(error) or type(error).__name__, hint_of(error), exit_code_of(error))
 
 
-def revive(failure: Failure) -> VaultError:
-    """The error that the daemon met, to be raised here: of the same class, where that class is one of the family
-    (the exit code hangs on it), with the daemon's words.
+def revive(failure: Failure) -> Exception:
+    """The error that the daemon met, to be raised here with the daemon's words: of the same class where that is one
+    of the family or an OSError, since the exit code hangs on the class.
     """
-    family = getattr(errors, failure.kind, None)
+    family = getattr(errors, failure.kind, None) or getattr(builtins, failure.kind, None)
+    if family is errors.UnsafePathError:
+        unsafe = errors.UnsafePathError(errors.PathKind.INVALID, b"", failure.message)
+        unsafe.path, unsafe.remedy = None, failure.hint  # the message names the path already
+        return unsafe
+    if isinstance(family, type) and issubclass(family, OSError):
+        return family(failure.message)
     if isinstance(family, type) and issubclass(family, VaultError) and family.__init__ is VaultError.__init__:
         return family(failure.message, remedy=failure.hint)
     return VaultError(failure.message, remedy=failure.hint)
