@@ -33,13 +33,14 @@ from __future__ import annotations
 import errno
 import os
 import stat
-from collections.abc import Callable
 from types import TracebackType
-from typing import Literal, NamedTuple, Self
+from typing import Literal, Self
 
 from vaultfs import kernel
 from vaultfs.errors import PathKind, UnsafePathError, VaultGoneError
+from vaultfs.paths import relative_path, require_clean
 from vaultfs.resolvers import Bounds, KernelResolver, Resolver, WalkResolver, mount_id, refuse_irregular
+from vaultfs.safe_path import PathCheck, check_path
 
 __all__ = ["PathCheck", "VaultRoot"]
 
@@ -48,18 +49,7 @@ __all__ = ["PathCheck", "VaultRoot"]
 _SINGLE_DEVICE = frozenset(
     (b"ext2", b"ext3", b"ext4", b"xfs", b"tmpfs", b"f2fs", b"vfat", b"exfat", b"ntfs3", b"overlay", b"fuseblk")
 )
-_UNCLEAN = frozenset((b"", b".", b".."))
 _REMOVE_ATTEMPTS = 16  # of one directory that somebody keeps filling while it is removed
-_DOT, _SLASH = b"./"
-
-
-class PathCheck(NamedTuple):
-    """What stands at a path that `VaultRoot.check` found safe; `kind` and `stat` are None if nothing does."""
-
-    path: bytes
-    exists: bool
-    kind: Literal["file", "directory"] | None
-    stat: os.stat_result | None
 
 
 class _Parent:
@@ -87,25 +77,6 @@ def _leave(path: bytes, descriptor: int) -> None:
     """Close what `VaultRoot._enter` opened for `path`; at the top level it is the root's own, which stays."""
     if b"/" in path:
         os.close(descriptor)
-
-
-def _require_clean(path: bytes) -> None:
-    """Raise UnsafePathError (EMPTY, INVALID, ESCAPES) unless every component of `path` is a plain name.
-
-    The first line lets nearly everything pass at the price of a few searches; hidden names get the second look.
-    """
-    if path and b"\0" not in path and b"//" not in path and b"/." not in path:
-        if path[0] != _DOT and path[0] != _SLASH and path[-1] != _SLASH:
-            return
-    elif not path:
-        raise UnsafePathError(PathKind.EMPTY, path, "the vault itself cannot be used here")
-    if b"\0" in path:
-        raise UnsafePathError(PathKind.INVALID, path, "a path holds no NUL")
-    unclean = _UNCLEAN.intersection(path.split(b"/"))
-    if b".." in unclean:
-        raise UnsafePathError(PathKind.ESCAPES, path)
-    if unclean:
-        raise UnsafePathError(PathKind.INVALID, path, "a path has neither empty components nor '.'")
 
 
 class VaultRoot:
@@ -169,6 +140,7 @@ class VaultRoot:
     def close(self) -> None:
         """Let go of the vault. Harmless when repeated; every other call afterwards is EBADF."""
         fd, self.fd = self.fd, -1
+        self._resolver = WalkResolver(Bounds(-1, self.dev, self.mount_id, True))  # the number may soon be another file
         if fd >= 0:
             os.close(fd)
 
@@ -231,33 +203,7 @@ class VaultRoot:
 
         Raises UnsafePathError: empty, invalid (NUL, not encodable), escapes, name-too-long.
         """
-        try:
-            raw = os.fsencode(path)
-        except UnicodeEncodeError as error:
-            component = str(path).encode("utf-8", "replace")
-            raise UnsafePathError(PathKind.INVALID, component, label=label, code=code) from error
-        if not raw:
-            raise UnsafePathError(PathKind.EMPTY, raw, label=label, code=code)
-        if b"\0" in raw:
-            raise UnsafePathError(PathKind.INVALID, raw, label=label, code=code)
-        inside = raw
-        if raw.startswith(b"/"):
-            prefix = self.path.rstrip(b"/")
-            if raw != self.path and not raw.startswith(prefix + b"/"):
-                raise UnsafePathError(PathKind.ESCAPES, raw, label=label, code=code)
-            inside = raw[len(prefix) :]
-        components: list[bytes] = []
-        for component in inside.split(b"/"):
-            if component == b"..":
-                if not components:
-                    raise UnsafePathError(PathKind.ESCAPES, raw, label=label, code=code)
-                components.pop()
-            elif component not in (b"", b"."):
-                if len(component) > self.name_max:
-                    number = errno.ENAMETOOLONG
-                    raise UnsafePathError(PathKind.NAME_TOO_LONG, raw, label=label, code=code, cause_errno=number)
-                components.append(component)
-        return b"/".join(components)
+        return relative_path(path, self.path, self.name_max, label=label, code=code)
 
     def parent(self, path: bytes) -> _Parent:
         """A context manager that gives (descriptor of the directory, last name) of `path`.
@@ -271,7 +217,7 @@ class VaultRoot:
 
     def _enter(self, path: bytes) -> tuple[int, bytes]:
         """`parent` without the context manager: whoever calls this calls `_leave` in a ``finally``."""
-        _require_clean(path)
+        require_clean(path)
         directory, slash, name = path.rpartition(b"/")
         if slash:
             return self._resolver.descend(directory), name
@@ -283,7 +229,7 @@ class VaultRoot:
         """lstat: what stands at `path`, a link included. Raises UnsafePathError, OSError."""
         if not path:
             return os.fstat(self.fd)
-        _require_clean(path)
+        require_clean(path)
         descriptor = self._resolver.reach(path)
         try:
             found = os.fstat(descriptor)
@@ -317,7 +263,7 @@ class VaultRoot:
         flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
         if not path:
             return os.open(b".", flags, dir_fd=self.fd)  # one of its own: the root's has one position for all threads
-        _require_clean(path)
+        require_clean(path)
         descriptor = self._resolver.open(path, flags, 0, False)
         try:
             if os.fstat(descriptor).st_dev != self.dev:
@@ -362,7 +308,8 @@ class VaultRoot:
     def open_file(self, path: bytes, flags: int, mode: int = 0, *, regular: bool = True) -> int:
         """Open the file `path` (open(2) `flags`, and `mode` less the umask for O_CREAT); the caller closes it.
 
-        With `regular` anything but a regular file is refused, without waiting for a FIFO. Always close-on-exec.
+        With `regular` anything but a regular file is refused, without waiting for a FIFO; O_NONBLOCK, which means
+        nothing on a regular file, may then be set on the descriptor. Always close-on-exec.
 
         Raises UnsafePathError (component-link for a link, unsupported-type), IsADirectoryError, OSError.
         """
@@ -372,7 +319,7 @@ class VaultRoot:
         self, path: bytes, flags: int, mode: int = 0, *, regular: bool = True
     ) -> tuple[int, os.stat_result]:
         """`open_file`, and the fstat that it made anyway."""
-        _require_clean(path)
+        require_clean(path)
         descriptor = self._resolver.open(path, flags, mode, regular)
         try:
             found = os.fstat(descriptor)
@@ -445,7 +392,7 @@ class VaultRoot:
         try:
             same = old.rpartition(b"/")[0] == new.rpartition(b"/")[0]
             if same:
-                _require_clean(new)
+                require_clean(new)
                 new_parent, new_name = old_parent, new.rpartition(b"/")[2]
             else:
                 new_parent, new_name = self._enter(new)
@@ -514,7 +461,7 @@ class VaultRoot:
         if not stat.S_ISDIR(self.stat(path).st_mode):
             self.unlink(path)
             return
-        _require_clean(path)
+        require_clean(path)
         pending = [(path, _REMOVE_ATTEMPTS)]
         while pending:
             directory, attempts = pending.pop()
@@ -591,75 +538,16 @@ class VaultRoot:
         Raises UnsafePathError, its `kind` any but the root-* ones, its `component` the first that is at fault,
         its `cause_errno` that of the system call. Other errors (EACCES, EIO, …) stay OSError.
         """
-        try:
-            return self._check(path, expected_type, allow_missing, must_not_exist, hardlinks)
-        except UnsafePathError as error:
-            if error.kind is PathKind.COMPONENT_LINK and self._dangles(error.component):
-                error.kind = PathKind.COMPONENT_DANGLING
-            raise UnsafePathError(
-                error.kind, error.component, label=label, code=code, cause_errno=error.cause_errno
-            ) from error
-
-    def _check(
-        self,
-        path: str | bytes | os.PathLike[str],
-        expected: str,
-        allow_missing: bool,
-        must_not_exist: bool,
-        hardlinks: str,
-    ) -> PathCheck:
-        clean = self.relative(path)
-        try:
-            found = self.stat(clean)
-        except FileNotFoundError as error:
-            if allow_missing:
-                return PathCheck(clean, False, None, None)
-            component = self._first(clean, lambda prefix: not self.exists(prefix))
-            raise UnsafePathError(PathKind.COMPONENT_MISSING, component, cause_errno=errno.ENOENT) from error
-        except NotADirectoryError as error:
-            component = self._first(clean, lambda prefix: not stat.S_ISDIR(self.stat(prefix).st_mode))
-            raise UnsafePathError(PathKind.ANCESTOR_NOT_DIRECTORY, component, cause_errno=errno.ENOTDIR) from error
-        except OSError as error:
-            if error.errno == errno.ENAMETOOLONG:
-                raise UnsafePathError(PathKind.NAME_TOO_LONG, clean, cause_errno=errno.ENAMETOOLONG) from error
-            raise
-        kind: Literal["file", "directory"]
-        if stat.S_ISLNK(found.st_mode):
-            raise UnsafePathError(PathKind.COMPONENT_LINK, clean, cause_errno=errno.ELOOP)
-        if stat.S_ISREG(found.st_mode):
-            kind = "file"
-        elif stat.S_ISDIR(found.st_mode):
-            kind = "directory"
-        else:
-            raise UnsafePathError(PathKind.UNSUPPORTED_TYPE, clean)
-        if must_not_exist:
-            raise UnsafePathError(PathKind.TARGET_PREEXISTING, clean, cause_errno=errno.EEXIST)
-        if expected not in ("any", kind):
-            number = errno.ENOTDIR if kind == "file" else errno.EISDIR
-            raise UnsafePathError(PathKind.WRONG_TYPE, clean, cause_errno=number)
-        if kind == "file" and found.st_nlink > 1 and hardlinks == "refuse":
-            raise UnsafePathError(PathKind.HARD_LINKED, clean, cause_errno=errno.EMLINK)
-        return PathCheck(clean, True, kind, found)
-
-    def _first(self, path: bytes, at_fault: Callable[[bytes], bool]) -> bytes:
-        """The shortest prefix of `path` that is `at_fault`; `path` itself if none is any more."""
-        end = path.find(b"/")
-        while end >= 0:
-            if at_fault(path[:end]):
-                return path[:end]
-            end = path.find(b"/", end + 1)
-        return path
-
-    def _dangles(self, link: bytes) -> bool:
-        """True if the link leads nowhere. The one place that looks where a link leads: a stat, for the wording."""
-        try:
-            with self.parent(link) as (directory, name):
-                os.stat(name, dir_fd=directory)
-        except FileNotFoundError:
-            return True
-        except (OSError, UnsafePathError):
-            return False  # it leads to what we may not see, or changed just now: it is a link all the same
-        return False
+        return check_path(
+            self,
+            path,
+            expected_type=expected_type,
+            allow_missing=allow_missing,
+            must_not_exist=must_not_exist,
+            hardlinks=hardlinks,
+            label=label,
+            code=code,
+        )
 
 
 def _why_no_root(path: bytes, error: OSError) -> PathKind:

@@ -139,7 +139,8 @@ def test_an_openat2_that_is_always_interrupted_ends_in_the_walk(vault: Path, mon
         assert 0 < calls < 100
 
 
-def test_closing_twice_closes_nothing_of_others(vault: Path, resolver: str) -> None:
+def test_a_closed_root_does_nothing_to_what_has_its_number_now(vault: Path, resolver: str) -> None:
+    (vault / "d").mkdir()
     root = VaultRoot.open(vault, resolver=resolver)  # type: ignore[arg-type]
     number = root.fd
     root.close()
@@ -148,8 +149,12 @@ def test_closing_twice_closes_nothing_of_others(vault: Path, resolver: str) -> N
         assert others == number, "the test wants the number to be used again"
         root.close()
         os.fstat(others)
-        with pytest.raises(OSError, match="descriptor"):
-            root.stat(b"")
+        for name in ("stat", "create", "scandir", "mkdir", "unlink", "rename to"):
+            with pytest.raises(OSError, match="descriptor"):
+                OPERATIONS[name](root, b"d/name")
+            with pytest.raises(OSError, match="descriptor"):
+                OPERATIONS[name](root, b"name")
+        assert os.listdir(vault) == ["d"]
     finally:
         os.close(others)
 
