@@ -45,7 +45,7 @@ import sys
 import threading
 import time
 
-__all__ = ["kernel_device", "touch", "watched"]
+__all__ = ["Companion", "abort", "kernel_device", "look", "touch", "watched"]
 
 LOOK_INTERVAL = 0.5  # seconds between two looks for watchers, at least
 LOOK_SHARE = 20  # and this many times what the last look took
@@ -65,23 +65,29 @@ def kernel_device(dev: int) -> int:
 
 
 def watched(dev: int, shared: bool) -> bool:
-    """Whether some process watches something on the file system `dev` by inotify or fanotify.
+    """Whether some process watches something on the file system `dev`, as far as can be told.
 
     A process that cannot be looked into counts as a watcher if it may use the mount: everybody's if the mount is
     `shared` (allow_other), otherwise those of our own user that forbid to be looked at (password managers do).
     """
+    found, unknown = look(dev)
+    return found or any(shared or _runs_as_us(pid) for pid in unknown)
+
+
+def look(dev: int) -> tuple[bool, list[str]]:
+    """(whether a process watches `dev` by inotify or fanotify, the pids that could not be looked into)."""
     needle = b"sdev:%x " % kernel_device(dev)
+    unknown: list[str] = []
     for name in os.listdir("/proc"):
         if name.isdigit():
             try:
                 if _watches(name, needle):
-                    return True
+                    return True, unknown
             except PermissionError:
-                if shared or _runs_as_us(name):
-                    return True
+                unknown.append(name)
             except OSError:
                 continue  # it ended while it was looked at
-    return False
+    return False, unknown
 
 
 def _watches(pid: str, needle: bytes) -> bool:
@@ -143,7 +149,7 @@ def touch(mountpoint: bytes, dev: int, path: bytes, mode: int) -> bool:
             os.close(here)
 
 
-class _Companion:
+class Companion:
     """The two threads' common state: `_pending`, guarded by `_changed`."""
 
     def __init__(self, mountpoint: bytes, dev: int, daemon: int, shared: bool) -> None:
@@ -153,28 +159,35 @@ class _Companion:
         self._shared = shared
         self._changed = threading.Condition()
         self._pending: dict[bytes, int] = {}
+        self._next_look = 0.0
+        self._somebody = False
+
+    def add(self, messages: list[bytes]) -> None:
+        """Take announcements as they come from the pipe, without their NUL."""
+        with self._changed:
+            for message in messages:
+                mode, _, path = message.partition(b" ")
+                self._pending[path] = int(mode, 8)
+            self._changed.notify()
 
     def tell(self) -> None:
-        """The main thread: announces what is pending, for ever."""
-        next_look = 0.0
-        somebody = False
-        while True:
-            with self._changed:
-                while not self._pending:
-                    self._changed.wait()
-            if not somebody:  # what is pending waits for a look that begins after it was made
-                time.sleep(max(0.0, next_look - time.monotonic()))
-            with self._changed:
-                batch, self._pending = self._pending, {}
-            if time.monotonic() >= next_look:
-                began = time.monotonic()
-                somebody = watched(self._dev, self._shared)
-                ended = time.monotonic()
-                next_look = ended + max(LOOK_INTERVAL, LOOK_SHARE * (ended - began))
-            if somebody:
-                for path, mode in batch.items():
-                    touch(self._mountpoint, self._dev, path, mode)
-                time.sleep(BATCH_PAUSE)
+        """Wait until something is pending and make it known to whoever watches; the main thread, again and again."""
+        with self._changed:
+            while not self._pending:
+                self._changed.wait()
+        if not self._somebody:  # what is pending waits for a look that begins after it was made
+            time.sleep(max(0.0, self._next_look - time.monotonic()))
+        with self._changed:
+            batch, self._pending = self._pending, {}
+        if time.monotonic() >= self._next_look:
+            began = time.monotonic()
+            self._somebody = watched(self._dev, self._shared)
+            ended = time.monotonic()
+            self._next_look = ended + max(LOOK_INTERVAL, LOOK_SHARE * (ended - began))
+        if self._somebody:
+            for path, mode in batch.items():
+                touch(self._mountpoint, self._dev, path, mode)
+            time.sleep(BATCH_PAUSE)
 
     def listen(self, died: int) -> None:
         """The second thread: takes announcements from the pipe and keeps guard; ends the process with the pipe.
@@ -199,11 +212,7 @@ class _Companion:
                 if not data:
                     os._exit(0)  # the daemon is gone or wants us gone; the main thread may be stuck, so no clean exit
                 *messages, rest = (rest + data).split(b"\0")
-                with self._changed:
-                    for message in messages:
-                        mode, _, path = message.partition(b" ")
-                        self._pending[path] = int(mode, 8)
-                    self._changed.notify()
+                self.add(messages)
 
 
 def _is_stuck(daemon: int) -> bool:
@@ -256,9 +265,10 @@ def main(arguments: list[str]) -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(_DAEMON_DIED))
     if os.getppid() != daemon:
         return  # it died before we asked to be told
-    companion = _Companion(mountpoint, dev, daemon, shared == "shared")
+    companion = Companion(mountpoint, dev, daemon, shared == "shared")
     threading.Thread(target=companion.listen, args=(died,), daemon=True).start()
-    companion.tell()
+    while True:
+        companion.tell()
 
 
 if __name__ == "__main__":
