@@ -218,6 +218,7 @@ def test_the_swapper_does_catch_code_that_checks_first_and_acts_then(vault: Path
     with swapping(vault, "d", "out") as go_on:
         while go_on():
             if not (vault / "d").is_symlink():
+                time.sleep(0.0001)  # on one CPU nobody gets in between otherwise
                 (vault / "d" / "victim").write_text("inside")
             if state(outside) != before:
                 return
