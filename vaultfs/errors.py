@@ -61,6 +61,7 @@ __all__ = [
     "exit_code_of",
     "hint_of",
     "printable",
+    "words_of",
 ]
 
 
@@ -506,6 +507,14 @@ def errno_of(error: BaseException) -> int:
     if isinstance(error, OSError) and error.errno:
         return error.errno
     return errno.EIO
+
+
+def words_of(error: BaseException) -> str:
+    """What happened, in one line for a terminal: ``PATH: MESSAGE``."""
+    if isinstance(error, OSError):
+        name = f"{printable(os.fsdecode(error.filename))}: " if isinstance(error.filename, str | bytes) else ""
+        return f"{name}{error.strerror or error}"
+    return str(error) or type(error).__name__
 
 
 def exit_code_of(error: BaseException) -> int:

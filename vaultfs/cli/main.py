@@ -118,18 +118,14 @@ def _drafts_shorthand(words: list[str]) -> list[str]:
 
 def report(error: Exception) -> int:
     """Tell `error` on standard error; returns its exit code. An error that nobody foresaw shows its traceback."""
-    from vaultfs.errors import VaultError, exit_code_of, hint_of, printable
+    from vaultfs.errors import VaultError, exit_code_of, hint_of, words_of
 
-    if isinstance(error, OSError) and not isinstance(error, VaultError):
-        name = f"{printable(os.fsdecode(error.filename))}: " if isinstance(error.filename, str | bytes) else ""
-        words = f"{name}{error.strerror or error}"
-    elif isinstance(error, VaultError):
-        words = str(error)
-    else:
+    words = words_of(error)
+    if not isinstance(error, VaultError | OSError):
         import traceback
 
         traceback.print_exception(error)
-        words = f"this should not happen, and is a fault of vaultfs: {error!r}"
+        words = f"this should not happen, and is a fault of vaultfs: {words}"
     sys.stderr.write(f"vaultfs: {words}\n  hint: {hint_of(error)}\n")
     return exit_code_of(error)
 

@@ -354,11 +354,15 @@ def _check_own_files(vault: str, mountpoint: str, options: MountOptions) -> None
 def _check_not_served(vault: str, status: os.stat_result) -> None:
     for entry in registry.entries():
         if (entry.vault_dev, entry.vault_ino) == (status.st_dev, status.st_ino):
-            raise AlreadyServedError(
+            served = AlreadyServedError(
                 f"this vault is served already, on {printable(entry.mountpoint)} by pid {entry.pid}",
                 path=vault,
-                remedy=f"Use that mount, or end it first: vaultfs umount {printable(entry.mountpoint)}",
+                pid=entry.pid,
+                since=entry.since,
+                start_time=entry.start_time,
             )
+            served.remedy = f"Use that mount, or end it first: vaultfs umount {printable(entry.mountpoint)}"
+            raise served
 
 
 # --- mounts that are dead or hang

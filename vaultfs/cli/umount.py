@@ -154,7 +154,7 @@ def _busy(mount: MountEntry, entry: Entry | None, writing: list[str]) -> BusyMou
 
 def _wait_for_end(entry: Entry, mount: MountEntry | None, arguments: argparse.Namespace) -> None:
     patience = max(arguments.timeout, 1.0)
-    if registry.wait_gone(entry, min(patience, _UNASKED) if mount is not None else 0):
+    if registry.wait_gone(entry, (_GRACE if arguments.lazy else min(patience, _UNASKED)) if mount is not None else 0):
         return
     if arguments.lazy and mount is not None:
         tell(f"detached; the daemon (pid {entry.pid}) ends when the last file is closed")

@@ -41,7 +41,7 @@ from typing import Any, Literal, Protocol, TypeVar
 import msgspec
 
 from vaultfs import errors
-from vaultfs.errors import VaultError, exit_code_of, hint_of
+from vaultfs.errors import VaultError, exit_code_of, hint_of, words_of
 
 __all__ = [
     "MAXIMUM_REPLY",
@@ -165,7 +165,7 @@ class Reply(msgspec.Struct):
 
 def failure_of(error: BaseException) -> Failure:
     """`error` as it is sent: class name, message, hint and exit code of the one table."""
-    return Failure(type(error).__name__, str(error) or type(error).__name__, hint_of(error), exit_code_of(error))
+    return Failure(type(error).__name__, words_of(error), hint_of(error), exit_code_of(error))
 
 
 def revive(failure: Failure) -> Exception:
@@ -173,15 +173,14 @@ def revive(failure: Failure) -> Exception:
     of the family or an OSError, since the exit code hangs on the class.
     """
     family = getattr(errors, failure.kind, None) or getattr(builtins, failure.kind, None)
-    if family is errors.UnsafePathError:
-        unsafe = errors.UnsafePathError(errors.PathKind.INVALID, b"", failure.message)
-        unsafe.path, unsafe.remedy = None, failure.hint  # the message names the path already
-        return unsafe
     if isinstance(family, type) and issubclass(family, OSError):
         return family(failure.message)
-    if isinstance(family, type) and issubclass(family, VaultError) and family.__init__ is VaultError.__init__:
-        return family(failure.message, remedy=failure.hint)
-    return VaultError(failure.message, remedy=failure.hint)
+    if not (isinstance(family, type) and issubclass(family, VaultError)):
+        family = VaultError
+    # Some of the family want to be told more than crosses the socket; the message holds it all in words.
+    error: VaultError = family.__new__(family)
+    VaultError.__init__(error, failure.message, remedy=failure.hint)
+    return error
 
 
 def plain(record: Any) -> Any:
