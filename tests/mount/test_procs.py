@@ -68,9 +68,14 @@ def gone() -> int:
     return process.pid
 
 
-def identity(path: Path) -> tuple[int, int]:
+def identity_from(text: str) -> tuple[int, set[int]]:
+    dev, ino = map(int, text.split())
+    return dev, {ino}
+
+
+def identity(path: Path) -> tuple[int, set[int]]:
     status = path.stat()
-    return status.st_dev, status.st_ino
+    return status.st_dev, {status.st_ino}
 
 
 # ---------------------------------------------------------------- who is who
@@ -232,7 +237,7 @@ def test_a_path_longer_than_a_page_hides_no_descriptor(tmp_path: Path) -> None:
     descriptor = os.open("note", os.O_WRONLY | os.O_CREAT, dir_fd=where)
     try:
         status = os.fstat(descriptor)
-        assert procs.write_descriptors(os.getpid(), status.st_dev, status.st_ino) == [descriptor]
+        assert procs.write_descriptors(os.getpid(), status.st_dev, {status.st_ino}) == [descriptor]
     finally:
         os.close(descriptor)
         os.close(where)
@@ -250,7 +255,7 @@ def test_the_look_is_made_without_asking_the_file_system(tmp_path: Path, monkeyp
     monkeypatch.setattr(kernel, "statx", spy)
     with path.open("w") as file:
         status = path.stat()
-        assert procs.write_descriptors(os.getpid(), status.st_dev, status.st_ino) == [file.fileno()]
+        assert procs.write_descriptors(os.getpid(), status.st_dev, {status.st_ino}) == [file.fileno()]
     assert asked and all(flags & kernel.AT_STATX_DONT_SYNC for flags in asked)
 
 
@@ -294,12 +299,12 @@ def test_a_process_that_cannot_be_looked_into_says_so(tmp_path: Path) -> None:
     with path.open("w") as file:
         answers = ask_as_nobody(
             lambda: (
-                procs.write_descriptors(os.getppid(), *map(int, os.environ["ASKED"].split())),
+                procs.write_descriptors(os.getppid(), *identity_from(os.environ["ASKED"])),
                 procs.distinct_open_files(os.getppid(), [file.fileno()]),
                 procs.thread_group(os.getppid()) == os.getppid(),
                 procs.start_time(os.getppid()) > 0,
             ),
-            ASKED=" ".join(map(str, identity(path))),
+            ASKED=f"{path.stat().st_dev} {path.stat().st_ino}",
         )
     assert answers == "(None, None, True, True)"
 

@@ -65,8 +65,9 @@ class Announcer:
     def thread_id(self) -> int:
         """The thread id by which the companion's requests are known (``ctx.pid``); 0 while there is none.
 
-        It belongs to the companion for as long as it is shown here: the process is not reaped before this is 0, so
-        the kernel cannot give the number to a stranger, whose chmod would then be ignored.
+        It stays known for as long as the process lives, also after `stop`: a request of it that the daemon did not
+        recognize would be carried out. And it is forgotten before the process is reaped, so that the kernel cannot
+        give the number to a stranger, whose requests would then not be.
         """
         return self._thread
 
@@ -137,35 +138,46 @@ class Announcer:
                 self._died()
 
     def _died(self) -> None:
-        """The companion ended by itself (killed, out of memory): start another, but not again and again."""
+        """The companion ended by itself (killed, out of memory): start another, but not again and again.
+
+        The pipe broke, so all its threads are past making requests.
+        """
         if threading.get_ident() != self._owner or time.monotonic() - self._started_at < _START_AGAIN:
             return  # a later announcement of the main thread will find it dead again
-        process = self._release()
-        if process is not None:
-            log.warning("the companion process ended unexpectedly (status %s); starting another", process.wait())
-        self._start()
+        os.close(self._pipe)
+        self._pipe = -1
+        log.warning("the companion process ended unexpectedly; starting another")
+        if self._reap(limit=1.0):
+            self._start()
 
-    def _release(self) -> subprocess.Popen[bytes] | None:
-        """Close the pipe and disown the thread id; returns the process, to be reaped only now."""
-        process, self._process = self._process, None
+    def _reap(self, limit: float) -> bool:
+        """Wait at most `limit` seconds until the companion has ended, disown its thread id, and only then reap it."""
+        process = self._process
+        if process is None:
+            return True
+        deadline = time.monotonic() + limit
+        while os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG) is None:
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.002)
         self._thread = 0
-        if self._pipe >= 0:
-            os.close(self._pipe)
-            self._pipe = -1
-        return process
+        process.wait()
+        self._process = None
+        return True
 
-    def stop(self, limit: float = 2.0) -> None:
-        """End the companion, waiting at most `limit` seconds; idempotent. What was not announced yet is dropped.
+    def stop(self, limit: float = 2.0) -> bool:
+        """End the companion, waiting at most `limit` seconds; True if it ended. What was not announced is dropped.
 
-        It may be stuck in the mount for as long as the daemon does not answer; then it is left to end by itself when
-        the mount goes.
+        Idempotent. Not to be called from the loop while it has to answer requests: the companion may be waiting for
+        one. A companion stuck in the mount keeps its `thread_id` and ends when the mount goes.
         """
         with self._guard:
-            process = self._release()
-        if process is None:
-            return
-        try:
-            process.wait(limit)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            log.warning("the companion process %d is stuck in the mount and ends with it", process.pid)
+            if self._pipe >= 0:
+                os.close(self._pipe)
+                self._pipe = -1
+            if self._reap(limit):
+                return True
+            if self._process is not None:
+                self._process.kill()
+                log.warning("the companion process %d is stuck in the mount and ends with it", self._process.pid)
+            return False

@@ -25,13 +25,14 @@ from __future__ import annotations
 import errno
 import os
 import stat
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 
 from vaultfs import kernel
 
 __all__ = [
     "ancestors",
     "death_signal",
+    "closes_on_exec",
     "descendants",
     "distinct_open_files",
     "is_dumping_core",
@@ -192,27 +193,27 @@ def _children_by_parent() -> dict[int, list[int]]:
     return result
 
 
-def write_descriptors(pid: int, dev: int, ino: int) -> list[int] | None:
-    """The descriptors of process `pid` that are open for writing on the file with `dev` and `ino`.
+def write_descriptors(pid: int, dev: int, inos: Container[int]) -> list[int] | None:
+    """The descriptors of process `pid` that are open for writing on a file with `dev` and one of `inos`.
 
-    `dev` is the ``st_dev`` of the mount and `ino` the number last sent to the kernel for that inode (what
-    ``AT_STATX_DONT_SYNC`` shows). Descriptors opened with O_PATH do not count.
+    `dev` is the ``st_dev`` of the mount and `inos` the numbers that were sent to the kernel for the inodes in question
+    (``AT_STATX_DONT_SYNC`` shows the last one that it took). Descriptors opened with O_PATH do not count.
 
     Returns an empty list if the process is gone, has let go of all its files (it exits) or never had it, and None
     if it cannot be looked into (another user's, or one that forbids it): then nothing is known.
     """
-    result, any_open = _write_descriptors(f"/proc/{pid}/fd", dev, ino)
+    result, any_open = _write_descriptors(f"/proc/{pid}/fd", dev, inos)
     if any_open or result is None:
         return result
     for tid in _threads(pid):  # no descriptor at all: the leader thread may be gone and the others not
         if int(tid) != pid:
-            result, any_open = _write_descriptors(f"/proc/{pid}/task/{tid}/fd", dev, ino)
+            result, any_open = _write_descriptors(f"/proc/{pid}/task/{tid}/fd", dev, inos)
             if any_open or result is None:
                 return result
     return []
 
 
-def _write_descriptors(directory: str, dev: int, ino: int) -> tuple[list[int] | None, bool]:
+def _write_descriptors(directory: str, dev: int, inos: Container[int]) -> tuple[list[int] | None, bool]:
     """(descriptors or None, whether any descriptor at all is open) of one thread's table."""
     try:
         table = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -232,7 +233,7 @@ def _write_descriptors(directory: str, dev: int, ino: int) -> tuple[list[int] | 
                     name, table
                 ):
                     status = kernel.statx(table, name.encode(), kernel.AT_STATX_DONT_SYNC | kernel.AT_NO_AUTOMOUNT)
-                    if status.ino == ino and status.dev == dev:
+                    if status.dev == dev and status.ino in inos:
                         found.append(int(name))
             except OSError as error:
                 if error.errno not in _GONE:  # forbidden, or whatever else hides one: it could be the one asked for
@@ -257,6 +258,18 @@ def _may_be_file(name: str, table: int) -> bool:
         if error.errno == errno.ENAMETOOLONG:  # a path longer than a page has a link text that cannot be read
             return True
         raise
+
+
+def closes_on_exec(pid: int, fd: int) -> bool:
+    """True if descriptor `fd` of process `pid` will be closed by its next exec, or is closed already.
+
+    The flags in fdinfo are octal and show the descriptor's own close-on-exec bit (``fs/proc/fd.c``, ``seq_show``).
+    """
+    text = _read(f"/proc/{pid}/fdinfo/{fd}")
+    start = text.find(b"flags:")
+    if start < 0:
+        return True
+    return bool(int(text[start + 6 : text.index(b"\n", start)], 8) & os.O_CLOEXEC)
 
 
 def distinct_open_files(pid: int, fds: Sequence[int]) -> int | None:

@@ -1,0 +1,714 @@
+"""Regular files of the mount: opening, reading, writing and their attributes.
+
+Who gets what by opening (versions-and-drafts.md, "How a writer gets the draft"):
+
+===================  ==============================  =========================================================
+arrives on           for reading                     for writing, or truncating
+===================  ==============================  =========================================================
+Version, current     that version                    look again: the lookup gives the right draft
+Version, superseded  look again                      look again
+Draft                that draft, while the name was  that draft
+                     never published; otherwise
+                     look again for the version
+LiveFile             in place                        in place
+===================  ==============================  =========================================================
+
+Whoever comes back to the same inode without a lookup came from ``/proc/self/fd/N`` or O_PATH: writers of a Version
+are refused (they cannot be given another inode), readers and joiners of a draft are let in.
+
+Attributes set by path apply to the version and to all drafts of the name; set on a draft (by descriptor) they are
+published with it, and if it has nothing to publish they apply to the version at once.
+"""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import logging
+import os
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pyfuse3
+
+from vaultfs.errors import (
+    CallerUnknownError,
+    HardLinkedError,
+    LookAgainError,
+    PublishError,
+    VaultGoneError,
+    printable,
+)
+from vaultfs.identity import FileIdentity
+from vaultfs.mount import procs
+from vaultfs.mount.context import MountContext, in_thread
+from vaultfs.mount.inodes import Directory, Draft, Handle, Inode, Link, LiveFile, Opener, Version
+from vaultfs.mount.names import SQLITE_HEADER, is_database
+from vaultfs.mount.saves import Saves
+from vaultfs.mount.tree import Tree
+from vaultfs.publish import publish_new
+
+__all__ = ["Files"]
+
+log = logging.getLogger(__name__)
+
+_OUR_XATTRS = b"user.vaultfs."
+_ACL_XATTRS = (b"system.posix_acl_access", b"system.posix_acl_default")
+
+
+def _writes(flags: int) -> bool:
+    return (flags & os.O_ACCMODE) != os.O_RDONLY or bool(flags & os.O_TRUNC)
+
+
+class Files:
+    """All operations on regular files of one mount, and on the attributes of everything."""
+
+    def __init__(self, context: MountContext, saves: Saves, tree: Tree) -> None:
+        self._context = context
+        self._saves = saves
+        self._tree = tree
+        self._handles: dict[int, Handle] = {}
+        self._numbers = itertools.count(1)
+
+    # --- opening ------------------------------------------------------------------------------------------------
+
+    async def open(self, inode: Inode, flags: int, thread: int) -> pyfuse3.FileInfo:
+        if isinstance(inode, Version):
+            return self._open_version(inode, flags, thread)
+        if isinstance(inode, Draft):
+            return await self._open_draft(inode, flags, thread)
+        if isinstance(inode, LiveFile):
+            return self._open_live(inode, flags)
+        raise OSError(errno.ENXIO, os.strerror(errno.ENXIO))
+
+    def _look_again(self, thread: int, source: Inode, *, writing: bool, truncating: bool = False) -> LookAgainError:
+        """Note what `thread` wants, and make the error that sends it to look for it."""
+        former = self._context.redirects.begin(thread, source, writing=writing, truncating=truncating)
+        if former is not None:
+            self._saves.end_if_unused(former)
+        self._context.counters["redirects"] += 1
+        return LookAgainError()
+
+    def _arrived(self, thread: int) -> None:
+        """`thread` got what it was looking for."""
+        former = self._context.redirects.end(thread)
+        if former is not None:
+            self._saves.end_if_unused(former)
+
+    def _open_version(self, version: Version, flags: int, thread: int) -> pyfuse3.FileInfo:
+        redirects = self._context.redirects
+        if _writes(flags):
+            self._assert_may_write(version, thread)
+            raise self._look_again(thread, version, writing=True, truncating=bool(flags & os.O_TRUNC))
+        if version.stat.st_nlink > 1 and self._context.options.hardlinks == "refuse":
+            raise HardLinkedError(path=version.name.path())
+        unlooked = redirects.came_back_unlooked(thread, version, writing=False)
+        if not unlooked or version.descriptor is None:
+            if not self._is_current(version):
+                raise self._look_again(thread, version, writing=False)
+            try:
+                version.open_content(self._context.root)
+            except LookAgainError:
+                raise self._look_again(thread, version, writing=False) from None
+        descriptor = version.descriptor
+        assert descriptor is not None
+        if not version.checked_header:
+            version.checked_header = True
+            if version.is_current and not version.name.drafts and is_database(os.pread(descriptor, 16, 0)):
+                # It is a database whatever its name: from now on it is served in place.
+                self._context.inodes.live_at(version.name, version.stat)
+                raise self._look_again(thread, version, writing=False)
+        self._arrived(thread)
+        handle = Handle(version, writes=False)
+        version.handles += 1
+        return self._register(handle, keep_cache=True)
+
+    def _is_current(self, version: Version) -> bool:
+        """True if the vault's name still holds exactly this version: a new open sees an outside change at once."""
+        if not version.is_current:
+            return False
+        try:
+            status = self._context.root.stat(version.name.path())
+        except FileNotFoundError:
+            return False
+        return version.identity.unchanged(FileIdentity.from_stat(status))
+
+    def _assert_may_write(self, version: Version, thread: int) -> None:
+        """Raises what opening `version` for writing shall fail with, here rather than at close."""
+        context = self._context
+        path = version.name.path() if version.name.linked else None
+        if context.options.ro:
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS), path)
+        if context.read_only_reason is not None:
+            raise VaultGoneError(context.read_only_reason)
+        if thread == 0:
+            log.info("%s: refused to a writer in another pid namespace", printable(path or b"?"))
+            raise CallerUnknownError(path=path)
+        if version.stat.st_nlink > 1 and version.is_current and context.options.hardlinks != "break":
+            raise HardLinkedError(path=path)
+        if context.redirects.came_back_unlooked(thread, version, writing=True):
+            self._arrived(thread)
+            log.info("%s: refused to a writer that reopens by descriptor", printable(path or b"?"))
+            raise CallerUnknownError(path=path)
+        if path is not None and version.is_current:
+            self._assert_publishable(path)
+
+    def _assert_publishable(self, path: bytes) -> None:
+        """A publish needs to make and remove names in the file's directory: fail at open, not at close."""
+        if os.geteuid() == 0:
+            return
+        with self._context.root.parent(path) as (directory, _):
+            if not os.access(b".", os.W_OK | os.X_OK, dir_fd=directory):
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
+
+    async def _open_draft(self, draft: Draft, flags: int, thread: int) -> pyfuse3.FileInfo:
+        redirects = self._context.redirects
+        name = draft.name
+        pending = redirects.get(thread)
+        truncating = bool(flags & os.O_TRUNC)
+        if not _writes(flags):
+            published = name is not None and (name.version is not None or name.live is not None)
+            if published and not redirects.came_back_unlooked(thread, draft, writing=False):
+                raise self._look_again(thread, draft, writing=False)
+            self._arrived(thread)
+            handle = Handle(draft, writes=False)
+            draft.handles.add(handle)
+            return self._register(handle, keep_cache=True)
+        if thread == 0:
+            raise CallerUnknownError()
+        if self._context.options.ro:
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+        promised = pending is not None and pending.draft is draft
+        unlooked = redirects.came_back_unlooked(thread, draft, writing=True)
+        if name is not None and draft not in name.drafts:
+            raise self._look_again(thread, draft, writing=True, truncating=truncating)
+        if truncating and draft.size > 0 and draft.kind == "new" and not promised and not unlooked:
+            # Whole-file saves that overlap are each whole, also of a file that was never published.
+            raise self._look_again(thread, draft, writing=True, truncating=True)
+        opener = pending.opener if pending is not None and pending.opener is not None else self._saves.opener(thread)
+        keep_cache = True
+        if draft.kind == "edit" and not draft.handles and not draft.changed and draft.file is None:
+            keep_cache = self._start_afresh(draft)
+        if draft.base is not None:
+            draft.base.open_content(self._context.root)
+        if truncating and draft.kind == "replacement" and draft.file is None and not draft.published:
+            await self._saves.prepare(draft, empty=True)
+            draft.changed = True
+        elif truncating and draft.size > 0:
+            await self._saves.truncate(draft, 0)
+        handle = Handle(draft, writes=True, append=bool(flags & os.O_APPEND))
+        handle.syncing = bool(flags & os.O_DSYNC)
+        handle.opener = opener
+        draft.handles.add(handle)
+        draft.interrupted = None
+        self._arrived(thread)
+        return self._register(handle, keep_cache=keep_cache)
+
+    @staticmethod
+    def _start_afresh(draft: Draft) -> bool:
+        """A clean draft that nobody has open starts from the newest version; False if its cached pages are stale."""
+        name = draft.name
+        if name is None or draft.base is name.version:
+            return True
+        draft.rebase(name.version)
+        draft.size = name.version.identity.size if name.version is not None else 0
+        draft.append_from = draft.size
+        draft.diverged = False
+        return False
+
+    def _open_live(self, live: LiveFile, flags: int) -> pyfuse3.FileInfo:
+        context = self._context
+        path = live.name.path()
+        writes = _writes(flags)
+        if writes:
+            context.assert_writable()
+            if context.options.ro:
+                raise OSError(errno.EROFS, os.strerror(errno.EROFS), path)
+        wanted = os.O_RDWR if writes else os.O_RDONLY
+        try:
+            descriptor, status = context.root.open_with_stat(path, wanted | flags & os.O_DSYNC)
+        except PermissionError:
+            if not writes or (flags & os.O_ACCMODE) != os.O_WRONLY:
+                raise
+            descriptor, status = context.root.open_with_stat(path, os.O_WRONLY | flags & os.O_DSYNC)
+        try:
+            if live.identity != (status.st_dev, status.st_ino):
+                raise LookAgainError("the file was replaced")
+            if writes and status.st_nlink > 1:
+                raise HardLinkedError(path=path)
+            if flags & os.O_TRUNC:
+                os.ftruncate(descriptor, 0)
+        except BaseException:
+            os.close(descriptor)
+            raise
+        handle = Handle(live, writes=writes, append=bool(flags & os.O_APPEND))
+        handle.descriptor = descriptor
+        live.handles.add(handle)
+        return self._register(handle, keep_cache=True)
+
+    def _register(self, handle: Handle, *, keep_cache: bool) -> pyfuse3.FileInfo:
+        number = next(self._numbers)
+        self._handles[number] = handle
+        return pyfuse3.FileInfo(fh=pyfuse3.FileHandleT(number), keep_cache=keep_cache)
+
+    # --- making files ---------------------------------------------------------------------------------------------
+
+    async def create(
+        self, parent: Directory, name: bytes, mode: int, flags: int, ctx: pyfuse3.RequestContext
+    ) -> tuple[pyfuse3.FileInfo, pyfuse3.EntryAttributes]:
+        """Open a name that did not exist when the kernel looked (open(2) with O_CREAT)."""
+        context = self._context
+        path = parent.path_of(name)
+        await self._tree.assert_name_is_free(path)
+        context.assert_writable()
+        if context.options.ro:
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS), path)
+        exclusive = bool(flags & os.O_EXCL)
+        protocol = context.policy.is_protocol_file(parent.name, name)
+        if protocol or context.policy.is_live(path):
+            return self._create_live(parent, name, mode, flags, ctx)
+        if ctx.pid == 0:
+            raise CallerUnknownError(path=path)
+        entry = context.inodes.name_at(parent, name)
+        if context.root.exists(path):
+            if exclusive:
+                raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), path)
+            raise LookAgainError("somebody made it a moment ago")
+        self._assert_publishable(path)
+        status_above = context.root.stat(parent.path())
+        opener = self._saves.opener(ctx.pid)
+        claim: FileIdentity | None = None
+        if exclusive:
+            async with entry.saving, context.gate.shared(), context.locked(path):
+                if entry.shown_draft is not None or not entry.linked:
+                    raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), path)
+                claim = self._make_claim(path, mode, ctx, status_above, opener)
+        if entry.shown_draft is not None:
+            if claim is None:
+                raise LookAgainError("somebody made it a moment ago")
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), path)
+        if parent.children.get(name) is not entry:  # dropped while we waited for the lock
+            entry = context.inodes.name_at(parent, name)
+        entry.claim = claim
+        draft = context.inodes.new_draft(entry, "new", None, opener)
+        draft.mode = draft.base_mode = stat.S_IMODE(mode)
+        draft.umask = ctx.umask
+        if os.geteuid() == 0:
+            draft.uid = ctx.uid
+            draft.gid = status_above.st_gid if status_above.st_mode & stat.S_ISGID else ctx.gid
+        else:
+            draft.uid = os.geteuid()
+            draft.gid = status_above.st_gid if status_above.st_mode & stat.S_ISGID else os.getegid()
+        draft.opened_by_dying = procs.is_dumping_core(ctx.pid)
+        try:
+            await self._saves.prepare(draft)
+        except BaseException:
+            self._saves.keep(draft, "")
+            context.inodes.end_draft(draft)
+            raise
+        handle = Handle(draft, writes=_writes(flags), append=bool(flags & os.O_APPEND))
+        handle.syncing = bool(flags & os.O_DSYNC)
+        handle.opener = opener
+        draft.handles.add(handle)
+        draft.lookups += 1
+        return self._register(handle, keep_cache=True), self._tree.entry(draft, None)
+
+    def _make_claim(
+        self, path: bytes, mode: int, ctx: pyfuse3.RequestContext, above: os.stat_result, opener: Opener
+    ) -> FileIdentity:
+        """The empty file by which O_EXCL claims a name in the vault; the path lock is held."""
+        context = self._context
+        descriptor = context.root.open_file(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, stat.S_IMODE(mode))
+        try:
+            if os.geteuid() == 0:
+                os.fchown(descriptor, ctx.uid, above.st_gid if above.st_mode & stat.S_ISGID else ctx.gid)
+                os.fchmod(descriptor, stat.S_IMODE(mode))
+            claim = FileIdentity.from_stat(os.fstat(descriptor))
+        finally:
+            os.close(descriptor)
+        context.drafts.claim(path, claim, self._saves.writer(opener, ctx.uid))
+        return claim
+
+    def _create_live(
+        self, parent: Directory, name: bytes, mode: int, flags: int, ctx: pyfuse3.RequestContext
+    ) -> tuple[pyfuse3.FileInfo, pyfuse3.EntryAttributes]:
+        context = self._context
+        path = parent.path_of(name)
+        try:
+            descriptor, status = context.root.open_with_stat(
+                path, os.O_RDWR | os.O_CREAT | os.O_EXCL | flags & os.O_DSYNC, stat.S_IMODE(mode)
+            )
+        except FileExistsError:
+            if flags & os.O_EXCL:
+                raise
+            raise LookAgainError("somebody made it a moment ago") from None
+        if os.geteuid() == 0:
+            above = context.root.stat(parent.path())
+            os.fchown(descriptor, ctx.uid, above.st_gid if above.st_mode & stat.S_ISGID else ctx.gid)
+            os.fchmod(descriptor, stat.S_IMODE(mode))
+            status = os.fstat(descriptor)
+        live = context.inodes.live_at(context.inodes.name_at(parent, name), status)
+        live.lookups += 1
+        handle = Handle(live, writes=_writes(flags), append=bool(flags & os.O_APPEND))
+        handle.descriptor = descriptor
+        live.handles.add(handle)
+        return self._register(handle, keep_cache=True), self._tree.entry(live, status)
+
+    async def make_node(
+        self, parent: Directory, name: bytes, mode: int, ctx: pyfuse3.RequestContext
+    ) -> pyfuse3.EntryAttributes:
+        """mknod(2) of a regular file: an empty file, published at once."""
+        info, entry = await self.create(parent, name, mode, os.O_WRONLY | os.O_EXCL, ctx)
+        handle = self._handles[info.fh]
+        inode = handle.inode
+        handle.let_go = True
+        if isinstance(inode, Draft):
+            await self._saves.publish(inode)
+        await self.release(info.fh)
+        return entry
+
+    # --- reading and writing ----------------------------------------------------------------------------------------
+
+    async def read(self, number: int, offset: int, size: int) -> bytes:
+        handle = self._handles[number]
+        inode = handle.inode
+        if isinstance(inode, Version):
+            descriptor = inode.descriptor
+            assert descriptor is not None
+            return os.pread(descriptor, size, offset)
+        if isinstance(inode, LiveFile):
+            assert handle.descriptor is not None
+            return os.pread(handle.descriptor, size, offset)
+        descriptor = inode.content(self._context.root)
+        return os.pread(descriptor, size, offset) if descriptor >= 0 else b""
+
+    async def write(self, number: int, offset: int, data: bytes) -> int:
+        handle = self._handles[number]
+        inode = handle.inode
+        if isinstance(inode, Draft):
+            if offset == 0 and inode.kind == "new" and data.startswith(SQLITE_HEADER):
+                await self._become_live(inode)
+            else:
+                return await self._saves.write(handle, inode, offset, data)
+        descriptor = handle.descriptor
+        assert descriptor is not None
+        if handle.append:
+            offset = os.fstat(descriptor).st_size
+        return os.pwrite(descriptor, data, offset)
+
+    async def _become_live(self, draft: Draft) -> None:
+        """A new file turns out to be a database: publish it as it is, and serve its inode in place from now on."""
+        context = self._context
+        name = draft.name
+        if name is None or name.claim is not None or draft.file is None:
+            return
+        async with name.saving, context.gate.shared():
+            path = name.path()
+            async with context.locked(path):
+                if draft.name is not name or draft.file is None:
+                    return
+                file = draft.file
+                metadata = self._saves.metadata(draft)
+                try:
+                    publish_new(context.root, context.drafts, file, path, metadata, self._saves.durability(path))
+                except PublishError:
+                    return  # the name was taken in the vault: an ordinary draft, which displaces nothing unseen
+                draft.file = None
+                status = os.fstat(file.fd)
+                handles = list(draft.handles)
+                for handle in handles:
+                    handle.descriptor = os.open(f"/proc/self/fd/{file.fd}", os.O_RDWR | os.O_CLOEXEC)
+                file.close()
+                draft.changed = False
+                context.inodes.became_live(draft, name, status)
+
+    async def flush(self, number: int) -> None:
+        handle = self._handles[number]
+        if isinstance(handle.inode, Draft) and handle.writes:
+            await self._saves.flush(handle, handle.inode)
+
+    async def release(self, number: int) -> None:
+        handle = self._handles.pop(number)
+        inode = handle.inode
+        if isinstance(inode, Version):
+            inode.handles -= 1
+            self._context.inodes.collect(inode)
+        elif isinstance(inode, LiveFile):
+            inode.handles.discard(handle)
+            if handle.descriptor is not None:
+                descriptor, handle.descriptor = handle.descriptor, None
+                os.close(descriptor)
+            self._context.inodes.collect(inode)
+        else:
+            await self._saves.release(handle, inode)
+
+    async def fsync(self, number: int) -> None:
+        handle = self._handles[number]
+        inode = handle.inode
+        if isinstance(inode, Draft):
+            await self._saves.fsync(handle, inode)
+        elif isinstance(inode, LiveFile) and handle.descriptor is not None:
+            await in_thread(os.fsync, handle.descriptor)
+        elif isinstance(inode, Version) and inode.descriptor is not None:
+            await in_thread(os.fsync, inode.descriptor)
+
+    # --- attributes -------------------------------------------------------------------------------------------------
+
+    async def set_attributes(
+        self,
+        inode: Inode,
+        wanted: pyfuse3.EntryAttributes,
+        fields: pyfuse3.SetattrFields,
+        number: int | None,
+        thread: int,
+    ) -> pyfuse3.EntryAttributes:
+        context = self._context
+        announcer = context.announcer
+        if announcer is not None and thread == announcer.thread_id:
+            return self._tree.attributes(inode)  # our own chmod to the same mode: only watchers shall hear of it
+        if context.options.ro:
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+        context.assert_writable()
+        if fields.update_size:
+            await self._set_size(inode, wanted.st_size, number, thread)
+        if fields.update_mode or fields.update_uid or fields.update_gid or fields.update_atime or fields.update_mtime:
+            self._set_metadata(inode, wanted, fields)
+        return self._tree.attributes(inode)
+
+    async def _set_size(self, inode: Inode, size: int, number: int | None, thread: int) -> None:
+        handle = self._handles.get(number) if number is not None else None
+        if isinstance(inode, Version):
+            self._assert_may_write(inode, thread)
+            raise self._look_again(thread, inode, writing=True)
+        if isinstance(inode, LiveFile):
+            if handle is not None and handle.descriptor is not None:
+                os.ftruncate(handle.descriptor, size)
+                return
+            descriptor, status = self._context.root.open_with_stat(inode.name.path(), os.O_WRONLY)
+            try:
+                if inode.identity != (status.st_dev, status.st_ino):
+                    raise LookAgainError("the file was replaced")
+                if status.st_nlink > 1:
+                    raise HardLinkedError(path=inode.name.path())
+                os.ftruncate(descriptor, size)
+            finally:
+                os.close(descriptor)
+            return
+        if not isinstance(inode, Draft):
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        if handle is None:
+            await self._truncate_by_path(inode, size, thread)
+        else:
+            await self._saves.truncate(inode, size)
+
+    async def _truncate_by_path(self, draft: Draft, size: int, thread: int) -> None:
+        """truncate(path) is a save of its own: one publish, before it returns."""
+        if draft.kind == "edit" and not draft.handles and not draft.changed and draft.file is None:
+            self._start_afresh(draft)
+        draft.promises += 1  # nobody may end it between our steps
+        try:
+            self._arrived(thread)
+            await self._saves.truncate(draft, size)
+            if draft.kind != "new" or not draft.handles:
+                await self._saves.publish(draft, path_call=True)
+        finally:
+            draft.promises -= 1
+            self._saves.end_if_unused(draft)
+
+    def _set_metadata(self, inode: Inode, wanted: pyfuse3.EntryAttributes, fields: pyfuse3.SetattrFields) -> None:
+        if isinstance(inode, Draft):
+            name = inode.name
+            if inode.changed or name is None or name.version is None or inode.file is not None:
+                self._set_on_draft(inode, wanted, fields)
+                return
+            inode = name.version  # nothing to publish: it applies at once, as on any file system
+        if isinstance(inode, Version):
+            with self._path_descriptor(inode) as descriptor:
+                self._apply(f"/proc/self/fd/{descriptor}", wanted, fields)
+                inode.update(os.fstat(descriptor))
+            for draft in list(inode.name.drafts):
+                self._set_on_draft(draft, wanted, fields)
+                if draft.base is inode:
+                    draft.began = inode.identity
+            return
+        if isinstance(inode, LiveFile):
+            descriptor = self._context.root.open_file(inode.name.path(), os.O_PATH)
+        elif isinstance(inode, Directory):
+            descriptor = self._context.root.open_directory(inode.path())
+        else:
+            assert isinstance(inode, Link)
+            self._set_on_link(inode, wanted, fields)
+            return
+        try:
+            self._apply(f"/proc/self/fd/{descriptor}", wanted, fields)
+        finally:
+            os.close(descriptor)
+
+    @contextmanager
+    def _path_descriptor(self, version: Version) -> Iterator[int]:
+        """A descriptor that stands for exactly this version, with or without the right to read it."""
+        if version.descriptor is not None and not version.is_current:
+            yield version.descriptor
+            return
+        descriptor = self._context.root.open_file(version.name.path(), os.O_PATH)
+        try:
+            if not version.identity.unchanged(FileIdentity.from_stat(os.fstat(descriptor))):
+                raise LookAgainError("changed outside")
+            yield descriptor
+        finally:
+            os.close(descriptor)
+
+    @staticmethod
+    def _apply(path: str, wanted: pyfuse3.EntryAttributes, fields: pyfuse3.SetattrFields) -> None:
+        """chown before chmod: a change of owner clears the setuid bits that the mode may ask for."""
+        if fields.update_uid or fields.update_gid:
+            os.chown(path, wanted.st_uid if fields.update_uid else -1, wanted.st_gid if fields.update_gid else -1)
+        if fields.update_mode:
+            os.chmod(path, stat.S_IMODE(wanted.st_mode))
+        if fields.update_atime or fields.update_mtime:
+            now = os.stat(path)
+            os.utime(
+                path,
+                ns=(
+                    wanted.st_atime_ns if fields.update_atime else now.st_atime_ns,
+                    wanted.st_mtime_ns if fields.update_mtime else now.st_mtime_ns,
+                ),
+            )
+
+    def _set_on_draft(self, draft: Draft, wanted: pyfuse3.EntryAttributes, fields: pyfuse3.SetattrFields) -> None:
+        """Owner and mode are remembered and given at the publish; times go onto the staging file at once."""
+        draft.touched = True
+        if fields.update_mode:
+            draft.mode = stat.S_IMODE(wanted.st_mode)
+        if fields.update_uid:
+            draft.uid = wanted.st_uid
+        if fields.update_gid:
+            draft.gid = wanted.st_gid
+        if (fields.update_atime or fields.update_mtime) and draft.file is not None:
+            now = os.fstat(draft.file.fd)
+            os.utime(
+                draft.file.fd,
+                ns=(
+                    wanted.st_atime_ns if fields.update_atime else now.st_atime_ns,
+                    wanted.st_mtime_ns if fields.update_mtime else now.st_mtime_ns,
+                ),
+            )
+            draft.times_set = True
+
+    def _set_on_link(self, link: Link, wanted: pyfuse3.EntryAttributes, fields: pyfuse3.SetattrFields) -> None:
+        with self._context.root.parent(link.path()) as (directory, last):
+            if fields.update_uid or fields.update_gid:
+                os.chown(
+                    last,
+                    wanted.st_uid if fields.update_uid else -1,
+                    wanted.st_gid if fields.update_gid else -1,
+                    dir_fd=directory,
+                    follow_symlinks=False,
+                )
+            if fields.update_mode:
+                raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
+            if fields.update_atime or fields.update_mtime:
+                now = os.stat(last, dir_fd=directory, follow_symlinks=False)
+                os.utime(
+                    last,
+                    ns=(
+                        wanted.st_atime_ns if fields.update_atime else now.st_atime_ns,
+                        wanted.st_mtime_ns if fields.update_mtime else now.st_mtime_ns,
+                    ),
+                    dir_fd=directory,
+                    follow_symlinks=False,
+                )
+
+    # --- extended attributes --------------------------------------------------------------------------------------
+
+    @staticmethod
+    def _passes(name: bytes) -> bool:
+        """True for the attributes that a vault has: `user.*` but our own, and the POSIX ACL."""
+        return (name.startswith(b"user.") and not name.startswith(_OUR_XATTRS)) or name in _ACL_XATTRS
+
+    @contextmanager
+    def _xattr_path(self, inode: Inode, *, change: bool) -> Iterator[str]:
+        if isinstance(inode, Draft):
+            name = inode.name
+            if inode.file is not None:
+                yield f"/proc/self/fd/{inode.file.fd}"
+                return
+            if name is not None and name.version is not None:
+                inode = name.version
+            elif inode.base is not None:
+                inode = inode.base
+            else:
+                raise OSError(errno.ENODATA, os.strerror(errno.ENODATA))
+        if isinstance(inode, Version):
+            with self._path_descriptor(inode) as descriptor:
+                yield f"/proc/self/fd/{descriptor}"
+                if change:
+                    inode.update(os.fstat(descriptor))
+                    for draft in inode.name.drafts:
+                        if draft.base is inode:
+                            draft.began = inode.identity
+            return
+        if isinstance(inode, LiveFile):
+            descriptor = self._context.root.open_file(inode.name.path(), os.O_PATH)
+        elif isinstance(inode, Directory):
+            descriptor = self._context.root.open_directory(inode.path())
+        else:
+            raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
+        try:
+            yield f"/proc/self/fd/{descriptor}"
+        finally:
+            os.close(descriptor)
+
+    def get_xattr(self, inode: Inode, name: bytes) -> bytes:
+        if not self._passes(name):
+            # ENODATA for what programs ask of every file (capabilities, labels): there is none. EOPNOTSUPP would
+            # tell them that the file system has no attributes at all.
+            number = errno.ENODATA if name.startswith((b"security.", b"user.")) else errno.EOPNOTSUPP
+            raise OSError(number, os.strerror(number))
+        with self._xattr_path(inode, change=False) as path:
+            return os.getxattr(path, name)
+
+    def list_xattrs(self, inode: Inode) -> list[bytes]:
+        if isinstance(inode, Link):
+            return []
+        with self._xattr_path(inode, change=False) as path:
+            return [encoded for name in os.listxattr(path) if self._passes(encoded := os.fsencode(name))]
+
+    def set_xattr(self, inode: Inode, name: bytes, value: bytes) -> None:
+        self._assert_xattr_may_change(name)
+        for path in self._xattr_targets(inode):
+            os.setxattr(path, name, value)
+
+    def remove_xattr(self, inode: Inode, name: bytes) -> None:
+        self._assert_xattr_may_change(name)
+        for path in self._xattr_targets(inode):
+            os.removexattr(path, name)
+
+    def _assert_xattr_may_change(self, name: bytes) -> None:
+        if self._context.options.ro:
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+        self._context.assert_writable()
+        if not self._passes(name):
+            number = errno.EPERM if name.startswith(_OUR_XATTRS) else errno.EOPNOTSUPP
+            raise OSError(number, os.strerror(number))
+
+    def _xattr_targets(self, inode: Inode) -> Iterator[str]:
+        """The places where an attribute is changed: set by path, on the version and on all drafts of its name."""
+        if isinstance(inode, Draft):
+            inode.touched = True
+        with self._xattr_path(inode, change=True) as path:
+            yield path
+        if isinstance(inode, Version):
+            for draft in list(inode.name.drafts):
+                if draft.file is not None:
+                    yield f"/proc/self/fd/{draft.file.fd}"
+
+    # --- for status and the end ---------------------------------------------------------------------------------
+
+    def close_all(self) -> None:
+        """The kernel is gone: nobody will release what is still open."""
+        for handle in list(self._handles.values()):
+            if isinstance(handle.inode, Draft):
+                handle.inode.handles.discard(handle)
+        self._handles.clear()

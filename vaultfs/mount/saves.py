@@ -1,0 +1,728 @@
+"""When a save is complete, how its draft is published, and what happens to one that cannot be.
+
+FLUSH arrives for every close of every duplicate of a descriptor, also when a child that inherited it exits; RELEASE
+arrives once, after `close()` has returned, and cannot report an error. So at the FLUSH of a handle whose draft has
+changed three questions are asked, in this order:
+
+1. *Is its opener done with it?* (`_opener_is_done`) The opener's descriptors that are open for writing on a draft of
+   the name are counted in /proc. When an opener lets go while a descendant still holds the descriptor, the
+   descendant becomes the opener. A process that cannot be looked into saves at RELEASE.
+2. *Is it dying of a signal?* Then it has not saved (`_was_cut_short`): the draft is kept, except where publishing
+   would hurt nothing.
+3. Otherwise `publish`, now; what goes wrong is the result of `close()`.
+
+RELEASE of the last handle is the net under it all. A draft that could not be published stays with its name, marked
+`refused`, and is tried again (`retry_refused`) until it is in or the name has changed; then it is kept on disk and
+listed by `vaultfs drafts`.
+
+Publishing (`_publish_at`) holds, in this order: the name's `saving` lock (one change of a name at a time within the
+daemon), the tree gate (directories stay where they are), the path lock (everybody else). The draft's data is synced
+before the path lock is taken; between the path lock and its release nothing awaits except a second sync, so that what
+is decided about the name holds until it is done.
+
+Sources of the rules: versions-and-drafts.md, "When a save is complete"; contract.md, promises 2 to 5.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import signal
+import stat
+import time
+
+import trio
+
+from vaultfs.drafts import DraftFile, DraftState, Writer
+from vaultfs.errors import (
+    ConflictError,
+    LockBusyError,
+    LookAgainError,
+    PathCallConflictError,
+    PublishError,
+    VaultError,
+    printable,
+)
+from vaultfs.identity import FileIdentity
+from vaultfs.metadata import Metadata
+from vaultfs.mount import procs
+from vaultfs.mount.context import MountContext, in_thread
+from vaultfs.mount.inodes import Draft, Handle, Name, Opener, Version
+from vaultfs.publish import (
+    Durability,
+    Outcome,
+    Published,
+    publish_append,
+    publish_edit,
+    publish_new,
+    publish_replacement,
+    sync_draft,
+)
+
+__all__ = ["Saves"]
+
+log = logging.getLogger(__name__)
+
+INLINE_COPY = 1 << 18  # bytes; longer contents are copied in a thread
+SYNC_ATTEMPTS = 3  # how often a draft that is being written to meanwhile is synced before the lock is taken
+LONG_OUTPUT = 2.0  # seconds after which an output that was stopped is worth more than what it replaces
+STOP_REQUESTS = frozenset({signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGPIPE})
+FSYNC_SPACING = 20.0  # a repeated fsync publishes after so many durations of the last copy
+IDLE_SPACING = 50.0  # an idle draft is published at most once in so many durations of the last copy
+
+
+class Saves:
+    """All decisions about drafts of one mount."""
+
+    def __init__(self, context: MountContext) -> None:
+        self._context = context
+        self.can_reflink = True  # until a copy says otherwise
+
+    # --- which draft ----------------------------------------------------------------------------------------
+
+    def opener(self, thread: int) -> Opener:
+        """The process of thread `thread`."""
+        pid = procs.thread_group(thread) or thread
+        return Opener(pid, procs.start_time(pid), procs.program(pid))
+
+    @staticmethod
+    def writer(opener: Opener, uid: int) -> Writer:
+        """`opener` as records on disk name it."""
+        return Writer(pid=opener.pid, program=opener.program, uid=uid, start_time=opener.start_time)
+
+    def choose_draft(self, name: Name, opener: Opener, *, truncating: bool) -> Draft:
+        """The draft that `opener` shall write to, made if need be."""
+        inodes = self._context.inodes
+        version = name.version
+        shown = name.shown_draft
+        if truncating:
+            if shown is not None and shown.size == 0:
+                return shown
+            if (version is not None and version.identity.size > 0) or shown is not None:
+                draft = inodes.new_draft(name, "replacement", version, opener)
+                self._take_metadata(draft, version, shown)
+                return draft
+        else:
+            own = self._replacement_of(name, opener)
+            if own is not None:
+                return own
+            if shown is not None:
+                return shown
+        if name.edit is not None and name.edit.joinable:
+            return name.edit
+        draft = inodes.new_draft(name, "edit", version, opener)
+        self._take_metadata(draft, version, None)
+        return draft
+
+    @staticmethod
+    def _take_metadata(draft: Draft, version: Version | None, shown: Draft | None) -> None:
+        if version is not None:
+            draft.mode = draft.base_mode = stat.S_IMODE(version.stat.st_mode)
+            draft.uid, draft.gid = version.stat.st_uid, version.stat.st_gid
+        elif shown is not None:
+            draft.mode = draft.base_mode = shown.mode
+            draft.uid, draft.gid, draft.umask = shown.uid, shown.gid, shown.umask
+
+    @staticmethod
+    def _replacement_of(name: Name, opener: Opener) -> Draft | None:
+        """The replacement draft that `opener`, or a living ancestor of it, has open (``cmd > log 2>> log``)."""
+        open_replacements = [
+            (draft, handle.opener)
+            for draft in name.drafts
+            if draft.kind == "replacement"
+            for handle in draft.handles
+            if handle.opener is not None and not handle.let_go
+        ]
+        if not open_replacements:
+            return None
+        for draft, holder in open_replacements:
+            if holder.same(opener):
+                return draft
+        for ancestor in procs.ancestors(opener.pid):
+            for draft, holder in open_replacements:
+                if holder.pid == ancestor and procs.start_time(ancestor) == holder.start_time:
+                    return draft
+        return None
+
+    # --- the content of a draft ---------------------------------------------------------------------------
+
+    async def prepare(self, draft: Draft, *, empty: bool = False) -> None:
+        """Give the draft a staging file with its content (or an `empty` one): the first change needs it."""
+        if draft.file is not None:
+            return
+        async with draft.preparing:
+            if draft.file is not None:
+                return
+            self._context.assert_writable()
+            base = draft.base
+            file = self._context.drafts.create(
+                draft.name.path() if draft.name is not None else b"",
+                base=base.identity if base is not None else draft.began,
+                kind=draft.kind,
+                writer=self.writer(draft.writer, draft.uid or 0),
+                mode=draft.mode if draft.mode is not None else 0o600,
+            )
+            try:
+                if base is not None and not empty and base.identity.size > 0:
+                    source = base.open_content(self._context.root)
+                    began = time.monotonic()
+                    if base.identity.size > INLINE_COPY and not self.can_reflink:
+                        self.can_reflink = await in_thread(file.copy_from, source)
+                    else:
+                        self.can_reflink = file.copy_from(source)
+                    draft.copy_seconds = time.monotonic() - began
+                    self._context.counters["copies"] += 1
+            except BaseException:
+                file.discard()
+                raise
+            draft.file = file
+
+    async def write(self, handle: Handle, draft: Draft, offset: int, data: bytes) -> int:
+        """Write to the draft; on O_APPEND handles at the end of its content, whatever the kernel believes."""
+        if draft.file is None:
+            await self.prepare(draft)
+        assert draft.file is not None
+        if draft.file.record.state is DraftState.PUBLISHING:
+            draft.file.mark(DraftState.OPEN)  # complete a moment ago, and now it goes on
+        if handle.append:
+            offset = draft.size
+        written = os.pwrite(draft.file.fd, data, offset)
+        draft.written(offset, written)
+        draft.times_set = False
+        if handle.syncing:
+            await self._make_durable(draft)
+        return written
+
+    async def truncate(self, draft: Draft, size: int) -> None:
+        """Set the length of the draft's content. Truncating an empty file to nothing is no change."""
+        if size == draft.size and (size == 0 or draft.file is None):
+            return
+        await self.prepare(draft, empty=size == 0)
+        assert draft.file is not None
+        os.ftruncate(draft.file.fd, size)
+        draft.truncated(size)
+        draft.times_set = False
+
+    # --- the three questions --------------------------------------------------------------------------------
+
+    async def flush(self, handle: Handle, draft: Draft) -> None:
+        """A descriptor of `handle` was closed (FLUSH). Raises what `close()` shall report."""
+        if not draft.changed:
+            return
+        done = await self._opener_is_done(handle, draft)
+        if not done:
+            return
+        handle.let_go = True
+        if self._was_cut_short(draft):
+            return
+        await self.publish(draft)
+
+    async def _opener_is_done(self, handle: Handle, draft: Draft) -> bool:
+        """Question 1, and the noting of question 2's signal; hands the handle on to a descendant that holds it."""
+        opener = handle.opener
+        if opener is None or procs.start_time(opener.pid) != opener.start_time:
+            return False  # gone or unknown: RELEASE publishes
+        siblings = draft.name.drafts if draft.name is not None else {draft}
+        numbers = frozenset().union(*(one.sent_numbers for one in siblings))
+        device = self._context.device
+        descriptors = procs.write_descriptors(opener.pid, device, numbers)
+        if descriptors is None:
+            return False
+        if descriptors:
+            expected = self._open_handles(siblings, opener.pid, opener.start_time)
+            if len(descriptors) >= expected:
+                distinct = procs.distinct_open_files(opener.pid, descriptors)
+                if (len(descriptors) if distinct is None else distinct) >= expected:
+                    return False
+        death = procs.death_signal(opener.pid)
+        if death:
+            draft.interrupted = (death, draft.writes)
+        heir = await self._heir(siblings, opener.pid, numbers)
+        if heir is not None:
+            handle.opener = heir
+            return False
+        return True
+
+    @staticmethod
+    def _open_handles(drafts: set[Draft], pid: int, start_time: int) -> int:
+        return sum(
+            1
+            for draft in drafts
+            for handle in draft.handles
+            if not handle.let_go
+            and handle.opener is not None
+            and handle.opener.pid == pid
+            and handle.opener.start_time == start_time
+        )
+
+    async def _heir(self, drafts: set[Draft], pid: int, numbers: frozenset[int]) -> Opener | None:
+        """A descendant of `pid` that still holds the descriptor which `pid` let go of."""
+        for attempt in range(4):
+            passing = False
+            for child in procs.descendants(pid):
+                descriptors = procs.write_descriptors(child, self._context.device, numbers)
+                if not descriptors:
+                    continue
+                start = procs.start_time(child)
+                own = self._open_handles(drafts, child, start)
+                distinct = procs.distinct_open_files(child, descriptors) if own else 1
+                if own and (len(descriptors) if distinct is None else distinct) <= own:
+                    continue
+                if attempt < 3 and all(procs.closes_on_exec(child, number) for number in descriptors):
+                    # Between fork and exec a child holds everything for a moment: that is no inheritance.
+                    passing = True
+                    continue
+                return Opener(child, start, procs.program(child))
+            if not passing:
+                return None
+            await trio.sleep(0.002 * (attempt + 1))
+        return None
+
+    def _was_cut_short(self, draft: Draft) -> bool:
+        """Question 2: True if the last writer was killed and publishing what it left could hurt."""
+        if draft.interrupted is None:
+            return False
+        death, writes = draft.interrupted
+        if writes != draft.writes:
+            draft.interrupted = None  # somebody else went on writing, and ended well
+            return False
+        if draft.kind == "edit" and draft.append_from is not None:
+            return False
+        asked_to_stop = death in STOP_REQUESTS or draft.opened_by_dying
+        had_no_content = draft.kind == "new" or (draft.began is not None and draft.began.size == 0)
+        if had_no_content and asked_to_stop:
+            return False
+        age = time.monotonic() - draft.created
+        if draft.kind == "replacement" and asked_to_stop and draft.front_to_back and age > LONG_OUTPUT:
+            return False
+        idle = self._context.options.idle_publish
+        return not (draft.kind == "edit" and idle and time.monotonic() - draft.last_write > idle)
+
+    async def release(self, handle: Handle, draft: Draft) -> None:
+        """The last reference to `handle` is gone (RELEASE): the net under whatever FLUSH did not publish."""
+        draft.handles.discard(handle)
+        if draft.handles:
+            return
+        if draft.name is not None and draft.changed and draft.refused is None:
+            if self._was_cut_short(draft):
+                death = draft.interrupted[0] if draft.interrupted is not None else 0
+                self.keep(draft, f"its writer was ended by {signal.Signals(death).name} before it had saved")
+            else:
+                try:
+                    await self.publish(draft)
+                except Exception as error:
+                    # close() has returned already, so the log and `vaultfs status` are all there is to tell by;
+                    # the draft is kept, so nothing is lost.
+                    if draft.refused is None and draft.changed:
+                        self.keep(draft, str(error))
+                    log.info("%s: not published at its last close: %s", self._shown(draft), error)
+        self.end_if_unused(draft)
+
+    def end_if_unused(self, draft: Draft) -> None:
+        """End a draft that nobody has open, nobody was promised, and that has nothing left to publish."""
+        if draft.handles or draft.promises > 0:
+            return
+        if draft.refused is not None and draft.name is not None and draft.changed:
+            return  # it is tried again
+        self._context.inodes.end_draft(draft)
+
+    # --- publishing -------------------------------------------------------------------------------------------
+
+    async def publish(self, draft: Draft, *, path_call: bool = False, late: bool = False) -> None:
+        """Put the draft at its name. `path_call`: truncate(path) and rename hear EBUSY for a conflict, since the
+        kernel would repeat an ESTALE and the program never hear of it. `late`: long after the last write.
+        """
+        while True:
+            name = draft.name
+            if name is None:  # unlinked: its content goes with its last handle
+                draft.changed = False
+                return
+            async with name.saving, self._context.gate.shared():
+                if draft.name is not name:
+                    continue  # renamed while we waited
+                if not draft.changed:
+                    return
+                try:
+                    await self._publish_at(name, draft, late=late)
+                except ConflictError as error:
+                    self._context.counters["conflicts"] += 1
+                    if path_call:
+                        raise PathCallConflictError(error.message, path=error.path) from error
+                    raise
+                except (VaultError, OSError) as error:
+                    self._refuse(draft, error)
+                    raise
+                return
+
+    def _refuse(self, draft: Draft, error: VaultError | OSError) -> None:
+        """Note why the draft is not in; make it and its record durable before the answer goes out."""
+        if draft.file is not None and draft.file.finished:
+            # It was published, or kept by the publisher, though not everything went well: nothing is left to do.
+            draft.file.close()
+            draft.file = None
+            draft.changed = False
+            return
+        if draft.refused is None:
+            log.info("%s: not saved: %s; its draft is kept", self._shown(draft), error)
+        if not isinstance(error, LockBusyError):
+            self._context.counters["errors"] += 1
+        draft.refused = str(error)
+        if draft.file is not None:
+            try:
+                draft.file.mark(DraftState.OPEN, durable=True)
+            except OSError as failure:
+                log.error("%s: its draft could not be made durable: %s", self._shown(draft), failure)
+
+    def durability(self, path: bytes) -> Durability:
+        return Durability(self._context.options.durability_of(os.fsdecode(path)))
+
+    async def _publish_at(self, name: Name, draft: Draft, *, late: bool) -> None:
+        context = self._context
+        context.assert_writable()
+        path = name.path()
+        if draft.kind == "new" and self._claim_is_all(name, draft):
+            self._adopt_claim(name, draft, path)
+            return
+        await self.prepare(draft)
+        file = draft.file
+        assert file is not None
+        durability = self.durability(path)
+        synced = -1
+        for _ in range(SYNC_ATTEMPTS):
+            if durability is Durability.RELAXED or synced == draft.writes:
+                break
+            synced = draft.writes
+            await in_thread(sync_draft, file, durability)
+        async with context.locked(path):
+            if draft.name is not name or draft.file is not file:
+                return  # unlinked meanwhile
+            if durability is not Durability.RELAXED and synced != draft.writes:
+                await in_thread(sync_draft, file, durability)
+                if draft.name is not name:
+                    return
+            if name.version is not None:
+                name.version.hold(context.root)
+            try:
+                published = self._put(name, draft, path, durability, late=late)
+            except ConflictError:
+                self._after_conflict(name, draft, path)
+                raise
+            self._after_publish(name, draft, path, published)
+
+    @staticmethod
+    def metadata(draft: Draft) -> Metadata:
+        return Metadata(
+            mode=draft.mode,
+            base_mode=draft.base_mode,
+            uid=draft.uid,
+            gid=draft.gid,
+            umask=draft.umask,
+        )
+
+    def _put(self, name: Name, draft: Draft, path: bytes, durability: Durability, *, late: bool) -> Published:
+        """Choose the publish for this draft, and do it. The path lock is held."""
+        context = self._context
+        root, drafts, file = context.root, context.drafts, draft.file
+        assert file is not None
+        meta = self.metadata(draft)
+        late = late and not draft.times_set
+        if draft.kind == "edit" and draft.base is not None:
+            if draft.append_from is not None:
+                return publish_append(
+                    root,
+                    drafts,
+                    file,
+                    path,
+                    meta,
+                    base=draft.base.identity,
+                    append_from=draft.append_from,
+                    conflict=context.options.conflict,
+                    durability=durability,
+                    late=late,
+                    base_fd=draft.base.descriptor,
+                )
+            return publish_edit(
+                root,
+                drafts,
+                file,
+                path,
+                meta,
+                base=draft.base.identity,
+                conflict=context.options.conflict,
+                durability=durability,
+                late=late,
+                base_fd=draft.base.descriptor,
+            )
+        known = name.claim if name.claim is not None else draft.began
+        if known is None and name.version is None:
+            try:
+                return publish_new(root, drafts, file, path, meta, durability, late=late)
+            except PublishError as error:
+                if error.outcome is not Outcome.DESTINATION_CONFLICT:
+                    raise
+        return publish_replacement(root, drafts, file, path, meta, known=known, durability=durability, late=late)
+
+    def _after_publish(self, name: Name, draft: Draft, path: bytes, published: Published) -> None:
+        context = self._context
+        file, draft.file = draft.file, None
+        assert file is not None
+        try:
+            descriptor = os.dup(file.fd)  # read-only since it is published
+        finally:
+            file.close()
+        status = os.fstat(descriptor)
+        version = context.inodes.supersede(name, status)
+        version.adopt(descriptor)
+        name.claim = None
+        draft.changed = False
+        draft.refused = None
+        draft.interrupted = None
+        draft.published += 1
+        draft.published_at = time.monotonic()
+        if status.st_size != draft.size:
+            self._keep_own_view(draft)
+        else:
+            draft.rebase(version)
+            draft.append_from = draft.size
+        if draft.kind == "new":
+            draft.kind = "edit"
+        if draft.base_mode is not None:
+            draft.base_mode = draft.mode = stat.S_IMODE(status.st_mode)
+        self._supersede_refused(name, draft)
+        context.counters["saves"] += 1
+        if published.displaced is not None:
+            context.counters["displaced"] += 1
+            log.info("%s: saved; the version it displaced is kept as draft %s", printable(path), published.displaced.id)
+        log.debug(
+            "%s: saved by %s (pid %d), %d bytes", printable(path), draft.writer.program, draft.writer.pid, draft.size
+        )
+        if context.announcer is not None:
+            context.announcer.announce(path, stat.S_IMODE(status.st_mode))
+
+    @staticmethod
+    def _keep_own_view(draft: Draft) -> None:
+        """The draft's appends went onto somebody else's version: nobody's sizes or offsets are disturbed.
+
+        The draft shows its own content as before, and what is appended to it later goes onto the newest version
+        again; whoever opens the name for editing from now on gets a draft of that version.
+        """
+        draft.diverged = True
+        draft.append_from = draft.size
+        if draft.name is not None and draft.name.edit is draft:
+            draft.name.edit = None
+
+    def _after_conflict(self, name: Name, draft: Draft, path: bytes) -> None:
+        """The draft's content is in a conflict copy (or kept); the name holds somebody else's version."""
+        context = self._context
+        file, draft.file = draft.file, None
+        draft.changed = False
+        draft.refused = None
+        if file is not None:
+            file.close()
+        try:
+            status = context.root.stat(path)
+        except FileNotFoundError:
+            context.inodes.vanished(name)
+            return
+        if stat.S_ISREG(status.st_mode):
+            context.inodes.current_version(name, status)
+
+    @staticmethod
+    def _claim_is_all(name: Name, draft: Draft) -> bool:
+        """True if nothing was ever written to a file made with O_EXCL: the claim in the vault is all of it."""
+        return name.claim is not None and draft.writes == 0 and draft.size == 0 and not draft.touched
+
+    def _adopt_claim(self, name: Name, draft: Draft, path: bytes) -> None:
+        context = self._context
+        status = context.root.stat(path)
+        assert name.claim is not None
+        if not name.claim.same_object(FileIdentity.from_stat(status)):
+            raise PathCallConflictError("somebody else's file took the name", path=path)
+        context.drafts.unclaim(path)
+        version = context.inodes.supersede(name, status)
+        if draft.file is not None:
+            draft.file.discard()
+            draft.file = None
+        draft.changed = False
+        draft.kind = "edit"
+        draft.rebase(version)
+        draft.append_from = 0
+        context.counters["saves"] += 1
+        if context.announcer is not None:
+            context.announcer.announce(path, stat.S_IMODE(status.st_mode))
+
+    # --- what could not be published ------------------------------------------------------------------------
+
+    def keep(self, draft: Draft, reason: str) -> None:
+        """Move the draft to the kept ones on disk; an empty one that was never written holds nothing to keep."""
+        file, draft.file = draft.file, None
+        draft.changed = False
+        draft.refused = None
+        if file is None:
+            self._drop_claim(draft)
+            return
+        if draft.size == 0 and draft.kind == "new":
+            file.discard()
+        else:
+            kept = file.keep(reason)
+            self._context.counters["kept"] += 1
+            log.info("%s: its draft is kept as %s: %s", printable(kept.target), kept.id, reason)
+        self._drop_claim(draft)
+
+    def _drop_claim(self, draft: Draft) -> None:
+        """An O_EXCL claim whose draft will not be published goes, if it is still the empty file that we made."""
+        name = draft.name
+        if name is None or name.claim is None or draft.kind != "new":
+            return
+        path = name.path()
+        claim, name.claim = name.claim, None
+        try:
+            status = self._context.root.stat(path)
+            if claim.same_object(FileIdentity.from_stat(status)) and status.st_size == 0:
+                self._context.root.unlink(path)
+        except FileNotFoundError:
+            pass  # somebody else removed it: just as well
+        self._context.drafts.unclaim(path)
+
+    def _supersede_refused(self, name: Name, winner: Draft) -> None:
+        """A later save of the same file by the same program supersedes one that is still being tried again."""
+        for draft in list(name.drafts):
+            if (
+                draft is not winner
+                and draft.refused is not None
+                and not draft.handles
+                and draft.writer.program == winner.writer.program
+            ):
+                draft.changed = False
+                draft.refused = None
+                self.end_if_unused(draft)
+
+    async def retry_refused(self) -> None:
+        """Try again what a busy lock kept out; keep on disk what must not go in any more."""
+        for draft in self._context.inodes.drafts():
+            if draft.refused is None or draft.handles or draft.name is None:
+                continue
+            if not draft.changed or draft.file is None:
+                self.end_if_unused(draft)
+                continue
+            path = draft.name.path()
+            if self._name_changed(draft, path):
+                self.keep(draft, f"{draft.refused}; meanwhile the name holds another version")
+                self.end_if_unused(draft)
+                continue
+            try:
+                await self.publish(draft, late=True)
+            except (VaultError, OSError) as error:
+                if not isinstance(error, LockBusyError):
+                    if draft.changed:
+                        self.keep(draft, str(error))
+                    self.end_if_unused(draft)
+                continue
+            log.info("%s: saved at last", printable(path))
+            self.end_if_unused(draft)
+
+    def _name_changed(self, draft: Draft, path: bytes) -> bool:
+        assert draft.name is not None
+        try:
+            now: FileIdentity | None = FileIdentity.from_stat(self._context.root.stat(path))
+        except FileNotFoundError:
+            now = None
+        expected = draft.name.claim if draft.name.claim is not None else draft.began
+        if now is None or expected is None:
+            return now is not expected
+        return not now.same_content(expected)
+
+    # --- fsync and idle writers -------------------------------------------------------------------------------
+
+    async def fsync(self, handle: Handle, draft: Draft) -> None:
+        """fsync and fdatasync publish, but not each one of a row of them where each would copy the file."""
+        if draft.changed and draft.name is not None:
+            spaced = time.monotonic() - draft.published_at >= FSYNC_SPACING * draft.copy_seconds
+            handle.syncs += 1
+            if handle.syncs == 1 or self.can_reflink or spaced:
+                await self.publish(draft)
+            else:
+                await self._make_durable(draft)
+        if draft.name is not None:
+            await self._sync_directory(draft.name)
+
+    async def _make_durable(self, draft: Draft) -> None:
+        file = draft.file
+        if file is not None:
+            await in_thread(_durably, file)
+
+    async def _sync_directory(self, name: Name) -> None:
+        directory = self._context.root.open_directory(name.parent.path())
+        try:
+            await in_thread(_fsync_directory, directory)
+        finally:
+            os.close(directory)
+
+    async def publish_idle(self) -> None:
+        """Publish what was edited or made and then left open without a write for `idle-publish` seconds."""
+        idle = self._context.options.idle_publish
+        if not idle:
+            return
+        now = time.monotonic()
+        for draft in self._context.inodes.drafts():
+            if (
+                not draft.handles
+                or not draft.changed
+                or draft.kind == "replacement"
+                or draft.name is None
+                or draft.refused is not None
+                or now - draft.last_write < idle
+                or now - draft.published_at < IDLE_SPACING * draft.copy_seconds
+            ):
+                continue
+            try:
+                await self.publish(draft)
+            except (VaultError, OSError) as error:
+                # Its writer is still there and will be told by its own close; the draft stays as it is.
+                log.info("%s: not published while idle: %s", self._shown(draft), error)
+
+    async def settle(self) -> None:
+        """The mount is gone or about to go: publish what is complete, keep the rest."""
+        for draft in self._context.inodes.drafts():
+            if draft.name is None or not draft.changed:
+                self._context.inodes.end_draft(draft)
+                continue
+            complete = all(handle.let_go for handle in draft.handles) or self._openers_gone(draft)
+            if complete and not self._was_cut_short(draft):
+                try:
+                    await self.publish(draft)
+                except Exception as error:
+                    log.info("%s: not published at the end: %s", self._shown(draft), error)
+            if draft.changed:
+                self.keep(draft, draft.refused or "the mount ended while it was still being written")
+            draft.handles.clear()
+            self._context.inodes.end_draft(draft)
+
+    @staticmethod
+    def _openers_gone(draft: Draft) -> bool:
+        return all(
+            handle.opener is None or procs.start_time(handle.opener.pid) != handle.opener.start_time
+            for handle in draft.handles
+        )
+
+    @staticmethod
+    def _shown(draft: Draft) -> str:
+        if draft.name is None:
+            return "(unlinked file)"
+        try:
+            return printable(draft.name.path())
+        except LookAgainError:
+            return printable(draft.name.name)
+
+
+def _durably(file: DraftFile) -> None:
+    file.mark(DraftState.DURABLE, durable=True)
+
+
+def _fsync_directory(directory: int) -> None:
+    try:
+        os.fsync(directory)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOSYS):  # file systems that cannot sync a directory
+            raise

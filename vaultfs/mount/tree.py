@@ -1,0 +1,841 @@
+"""Names and directories of the mount: what a lookup finds, and how names are made, moved and removed.
+
+A lookup asks the vault each time the kernel asks us; what the kernel may keep is decided by the timeouts. What
+stands at a name is one of: a directory, a link, a regular file (its Version, LiveFile, or the draft that the calling
+thread was redirected to), a draft of a name that was never published, or nothing. Hidden are the state directory,
+staging names, and path locks (`NamePolicy`).
+
+Changes to a name hold the Name's `saving` lock and the path lock; names are locked in byte order of their paths, so
+two renames cannot wait for each other. Changes to a directory pass the tree gate alone. Before a Version loses its
+name it is held open (`Version.hold`).
+
+A file that was made with O_CREAT alone exists on the mount and not in the vault; one made with O_EXCL stands in the
+vault as an empty *claim*, because programs use that as a lock. Neither counts as published.
+
+Sources: versions-and-drafts.md, "Create, rename, unlink"; lock-protocol.md, "What the mount shows".
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
+
+import pyfuse3
+import trio
+
+from vaultfs.errors import (
+    LockBusyError,
+    LookAgainError,
+    ProtectedMemberError,
+    ReservedNameError,
+    UnsafePathError,
+    VaultError,
+)
+from vaultfs.identity import FileIdentity
+from vaultfs.locks import is_lock_directory
+from vaultfs.mount.attributes import KEPT_BRIEFLY, KEPT_LONG, entry_attributes
+from vaultfs.mount.context import MountContext
+from vaultfs.mount.inodes import Directory, Draft, Inode, Link, LiveFile, Name, Version
+from vaultfs.mount.saves import Saves
+
+__all__ = ["DirectoryListing", "Tree"]
+
+OWN_LOCK_PAUSE = 0.002  # seconds between looks while a lock of our own stands where a program wants to make a name
+LOCKS_BELOW_LIMIT = 20_000  # entries looked at for foreign locks when a directory is renamed or removed
+
+
+def _absent(path: bytes) -> FileNotFoundError:
+    return FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
+
+
+class DirectoryListing:
+    """One open directory: a snapshot of its entries, so that positions stay what they were.
+
+    The snapshot is taken at the first read and again after a rewind; positions count from 1.
+    """
+
+    __slots__ = ("directory", "entries")
+
+    def __init__(self, directory: Directory) -> None:
+        self.directory = directory
+        self.entries: list[tuple[bytes, os.stat_result | None]] | None = None
+
+
+class Tree:
+    """All operations on names of one mount."""
+
+    def __init__(self, context: MountContext, saves: Saves) -> None:
+        self._context = context
+        self._saves = saves
+
+    # --- lookups ----------------------------------------------------------------------------------------------
+
+    def lookup(self, parent: Directory, name: bytes, thread: int) -> pyfuse3.EntryAttributes:
+        """The entry `name` of `parent` for `thread`; counts as one lookup of the inode it gives."""
+        context = self._context
+        path = parent.path_of(name)
+        if context.policy.is_machinery(path):
+            raise _absent(path)
+        self.watch(parent)
+        try:
+            status = context.root.stat(path)
+        except FileNotFoundError:
+            return self._lookup_unpublished(parent, name, path, thread)
+        inode = self.seen(parent, name, path, status)
+        if inode is None:
+            raise _absent(path)
+        if isinstance(inode, Version | Draft):
+            redirected = self._redirected(inode, thread)
+            if redirected is not None:
+                inode = redirected
+        inode.lookups += 1
+        return self.entry(inode, status)
+
+    def _lookup_unpublished(self, parent: Directory, name: bytes, path: bytes, thread: int) -> pyfuse3.EntryAttributes:
+        inodes = self._context.inodes
+        inodes.drop(parent, name)
+        child = parent.children.get(name)
+        if isinstance(child, Name):
+            shown = child.shown_draft
+            if shown is not None and shown.kind == "new":
+                inode = self._redirected(shown, thread) or shown
+                inode.lookups += 1
+                return self.entry(inode, None)
+        if parent.watched and not self._context.policy.may_be_lock_directory(name):
+            absent = pyfuse3.EntryAttributes()
+            absent.st_ino = pyfuse3.InodeT(0)
+            absent.entry_timeout = KEPT_LONG
+            return absent
+        raise _absent(path)
+
+    def _redirected(self, inode: Version | Draft, thread: int) -> Draft | None:
+        """The draft that `thread` was told to look for, if it was; made if need be."""
+        pending = self._context.redirects.get(thread)
+        if pending is None:
+            return None
+        pending.looked = True
+        name = inode.name
+        if not pending.writing or name is None:
+            return None
+        promised = pending.draft
+        if promised is not None and promised.name is name:
+            return promised
+        if pending.opener is None:
+            pending.opener = self._saves.opener(thread)
+        draft = self._saves.choose_draft(name, pending.opener, truncating=pending.truncating)
+        former = pending.withdraw()
+        pending.promise(draft)
+        if former is not None and former is not draft:
+            self._saves.end_if_unused(former)
+        return draft
+
+    def seen(self, parent: Directory, name: bytes, path: bytes, status: os.stat_result) -> Inode | None:
+        """The inode for what `status` says stands at `name`, without regard to who asks; None if it is hidden."""
+        context = self._context
+        inodes = context.inodes
+        mode = status.st_mode
+        if stat.S_ISREG(mode):
+            entry = inodes.name_at(parent, name)
+            if entry.claim is not None and entry.claim.same_object(FileIdentity.from_stat(status)):
+                if status.st_size == 0:
+                    return entry.shown_draft or inodes.current_version(entry, status)
+                entry.claim = None  # somebody wrote into the claim in the vault: it is a version like any other
+            if self._is_live(entry, path, status):
+                return inodes.live_at(entry, status)
+            if entry.live is not None:
+                former, entry.live = entry.live, None
+                inodes.collect(former)
+            return inodes.current_version(entry, status)
+        if stat.S_ISDIR(mode):
+            if (status.st_dev, status.st_ino) == (context.root.dev, context.state.ino):
+                return None  # recognized by its inode as well as by its name
+            if status.st_dev != context.root.dev:
+                return inodes.link_at(parent, name, status)  # something is mounted there: listed, not entered
+            if context.policy.may_be_lock_directory(name) and context.locks.is_ours(path):
+                return None
+            return inodes.directory_at(parent, name, status)
+        return inodes.link_at(parent, name, status)
+
+    def _is_live(self, entry: Name, path: bytes, status: os.stat_result) -> bool:
+        policy = self._context.policy
+        if entry.live is not None and (entry.live.handles or entry.live.identity == (status.st_dev, status.st_ino)):
+            return entry.live.identity == (status.st_dev, status.st_ino)
+        if entry.drafts:
+            return False  # never while it has a draft with an old version under it
+        return (
+            policy.is_live(path)
+            or policy.is_lock_file(path, status.st_size)
+            or policy.is_protocol_file(entry.parent.name, entry.name)
+        )
+
+    def entry(self, inode: Inode, status: os.stat_result | None) -> pyfuse3.EntryAttributes:
+        """What the kernel is told about `inode` by lookup, create and readdirplus. Counts no lookup."""
+        if isinstance(inode, Version):
+            keep = self._keep(inode.name.parent)
+            return entry_attributes(
+                inode.status(),
+                inode.number,
+                entry_timeout=0.0 if inode.name.drafts else keep,
+                attr_timeout=keep,
+            )
+        if isinstance(inode, Draft):
+            attributes = self.draft_attributes(inode)
+            attributes.st_ino = pyfuse3.InodeT(inode.number)
+            inode.sent_numbers.add(inode.number)
+            return attributes
+        assert status is not None
+        if isinstance(inode, LiveFile):
+            return entry_attributes(status, inode.number, entry_timeout=0.0, attr_timeout=0.0)
+        if isinstance(inode, Directory) and inode.parent is not None:
+            brief = self._context.policy.may_be_lock_directory(inode.name)
+            keep = 0.0 if brief else self._keep(inode.parent)
+            return entry_attributes(status, inode.number, entry_timeout=keep, attr_timeout=min(keep, KEPT_BRIEFLY))
+        return entry_attributes(status, inode.number, entry_timeout=KEPT_BRIEFLY, attr_timeout=KEPT_BRIEFLY)
+
+    def _keep(self, directory: Directory) -> float:
+        return KEPT_LONG if directory.watched else KEPT_BRIEFLY
+
+    def attributes(self, inode: Inode) -> pyfuse3.EntryAttributes:
+        """The attributes of `inode` for getattr and setattr."""
+        if isinstance(inode, Version):
+            return entry_attributes(
+                inode.status(), inode.number, entry_timeout=0.0, attr_timeout=self._keep(inode.name.parent)
+            )
+        if isinstance(inode, Draft):
+            return self.draft_attributes(inode)
+        if isinstance(inode, LiveFile):
+            return entry_attributes(self.live_status(inode), inode.number, entry_timeout=0.0, attr_timeout=0.0)
+        assert isinstance(inode, Directory | Link)
+        status = self._context.root.stat(inode.path())
+        return entry_attributes(status, inode.number, entry_timeout=0.0, attr_timeout=KEPT_BRIEFLY)
+
+    def live_status(self, live: LiveFile) -> os.stat_result:
+        for handle in live.handles:
+            if handle.descriptor is not None:
+                return os.fstat(handle.descriptor)
+        return self._context.root.stat(live.name.path())
+
+    def draft_attributes(self, draft: Draft) -> pyfuse3.EntryAttributes:
+        """The attributes of a draft: its content's own size and times, its file's owner and mode to be."""
+        if draft.file is not None:
+            status = os.fstat(draft.file.fd)
+        elif draft.base is not None:
+            status = draft.base.status()
+        elif draft.name is not None and draft.name.version is not None:
+            status = draft.name.version.status()
+        else:
+            status = os.fstat(self._context.root.fd)
+        number = draft.shown_number
+        draft.sent_numbers.add(number)
+        attributes = entry_attributes(status, number, entry_timeout=0.0, attr_timeout=0.0)
+        mode = draft.mode if draft.mode is not None else stat.S_IMODE(status.st_mode)
+        attributes.st_mode = pyfuse3.ModeT(stat.S_IFREG | mode)
+        attributes.st_nlink = 1 if draft.name is not None else 0
+        attributes.st_rdev = 0
+        if draft.uid is not None:
+            attributes.st_uid = draft.uid
+        if draft.gid is not None:
+            attributes.st_gid = draft.gid
+        attributes.st_size = draft.size
+        if draft.file is None and draft.base is None:
+            attributes.st_blocks = 0
+        return attributes
+
+    def watch(self, directory: Directory) -> None:
+        """Have outside changes to `directory` seen from now on, if they can be; before its entries are looked at."""
+        watch = self._context.watch
+        if watch is None or directory.watched:
+            return
+        descriptor = self._context.root.open_directory(directory.path())
+        try:
+            directory.watched = watch.add(directory.number, b"/proc/self/fd/%d" % descriptor)
+        finally:
+            os.close(descriptor)
+
+    # --- listings ---------------------------------------------------------------------------------------------
+
+    def entries(
+        self, listing: DirectoryListing, start: int
+    ) -> Iterator[tuple[int, bytes, Inode, pyfuse3.EntryAttributes]]:
+        """The entries after position `start`: position, name, inode and attributes.
+
+        The caller counts a lookup for each entry that the kernel took.
+        """
+        directory = listing.directory
+        if start == 0 or listing.entries is None:
+            self.watch(directory)
+            listing.entries = self._snapshot(directory)
+        for position in range(start, len(listing.entries)):
+            name, status = listing.entries[position]
+            path = directory.path_of(name)
+            if status is None:
+                child = directory.children.get(name)
+                inode: Inode | None = child.shown_draft if isinstance(child, Name) else None
+            else:
+                inode = self._seen_again(directory, name, path, status)
+            if inode is None:
+                continue
+            yield position + 1, name, inode, self.entry(inode, status)
+
+    def _seen_again(self, directory: Directory, name: bytes, path: bytes, status: os.stat_result) -> Inode | None:
+        """`seen`, for an entry of a snapshot that may be older than what we know of the name by now."""
+        child = directory.children.get(name)
+        if isinstance(child, Name) and stat.S_ISREG(status.st_mode):
+            known = child.live or child.version
+            if known is not None and not self._as_in_snapshot(known, status):
+                try:
+                    status = self._context.root.stat(path)
+                except FileNotFoundError:
+                    return None
+        return self.seen(directory, name, path, status)
+
+    @staticmethod
+    def _as_in_snapshot(known: LiveFile | Version, status: os.stat_result) -> bool:
+        if isinstance(known, LiveFile):
+            return known.identity == (status.st_dev, status.st_ino)
+        return known.identity.unchanged(FileIdentity.from_stat(status))
+
+    def _snapshot(self, directory: Directory) -> list[tuple[bytes, os.stat_result | None]]:
+        context = self._context
+        path = directory.path()
+        entries: list[tuple[bytes, os.stat_result | None]] = []
+        present = set()
+        for name, status in context.root.scandir(path):
+            child_path = directory.path_of(name)
+            present.add(name)
+            if context.policy.is_machinery(child_path):
+                continue
+            if (
+                stat.S_ISDIR(status.st_mode)
+                and context.policy.may_be_lock_directory(name)
+                and is_lock_directory(context.root, child_path)
+            ):
+                continue
+            entries.append((name, status))
+        for name, child in directory.children.items():
+            if name not in present and isinstance(child, Name):
+                shown = child.shown_draft
+                if shown is not None and shown.kind == "new":
+                    entries.append((name, None))
+        return entries
+
+    # --- making names -------------------------------------------------------------------------------------------
+
+    async def assert_name_is_free(self, path: bytes) -> None:
+        """Raises ReservedNameError for machinery; waits while a path lock of our own stands there."""
+        context = self._context
+        if context.policy.is_machinery(path):
+            raise ReservedNameError(path=path)
+        deadline = trio.current_time() + context.options.lock_timeout
+        while context.locks.is_ours(path):
+            if trio.current_time() > deadline:
+                raise ReservedNameError("it is the lock of a save that is under way", path=path)
+            await trio.sleep(OWN_LOCK_PAUSE)
+
+    async def make_directory(
+        self, parent: Directory, name: bytes, mode: int, uid: int, gid: int
+    ) -> pyfuse3.EntryAttributes:
+        context = self._context
+        path = parent.path_of(name)
+        await self.assert_name_is_free(path)
+        context.assert_writable()
+        child = parent.children.get(name)
+        if isinstance(child, Name) and child.shown_draft is not None:
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), path)
+        with context.changing():
+            context.root.mkdir(path, mode)
+            self._give_to(path, uid, gid, parent)
+        return self._entry_of_new(parent, name, path)
+
+    def make_link(self, parent: Directory, name: bytes, target: bytes, uid: int, gid: int) -> pyfuse3.EntryAttributes:
+        context = self._context
+        path = parent.path_of(name)
+        if context.policy.is_machinery(path):
+            raise ReservedNameError(path=path)
+        if not context.policy.link_is_contained(target, parent.depth):
+            raise ProtectedMemberError(
+                "a link may only lead to something inside the vault, by a relative path", path=path
+            )
+        context.assert_writable()
+        child = parent.children.get(name)
+        if isinstance(child, Name) and child.shown_draft is not None:
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), path)
+        with context.changing():
+            context.root.symlink(target, path)
+            self._give_to(path, uid, gid, parent)
+        return self._entry_of_new(parent, name, path)
+
+    def _give_to(self, path: bytes, uid: int, gid: int, parent: Directory) -> None:
+        """Root's daemon makes things on behalf of others: they belong to their maker (setgid directories rule)."""
+        if os.geteuid() != 0:
+            return
+        above = self._context.root.stat(parent.path())
+        group = above.st_gid if above.st_mode & stat.S_ISGID else gid
+        with self._context.root.parent(path) as (directory, last):
+            os.chown(last, uid, group, dir_fd=directory, follow_symlinks=False)
+            status = os.stat(last, dir_fd=directory, follow_symlinks=False)
+            if stat.S_ISDIR(status.st_mode) and above.st_mode & stat.S_ISGID and not status.st_mode & stat.S_ISGID:
+                os.chmod(last, stat.S_IMODE(status.st_mode) | stat.S_ISGID, dir_fd=directory)
+
+    def _entry_of_new(self, parent: Directory, name: bytes, path: bytes) -> pyfuse3.EntryAttributes:
+        status = self._context.root.stat(path)
+        inode = self.seen(parent, name, path, status)
+        if inode is None:
+            raise _absent(path)
+        inode.lookups += 1
+        return self.entry(inode, status)
+
+    def read_link(self, link: Link) -> bytes:
+        """The link's text, if the policy lets anybody follow it; ELOOP otherwise."""
+        path = link.path()
+        target = self._context.root.readlink(path)
+        assert link.parent is not None
+        if not self._context.policy.link_is_contained(target, link.parent.depth):
+            raise OSError(errno.ELOOP, "the link leads out of the vault", path)
+        return target
+
+    # --- removing names -----------------------------------------------------------------------------------------
+
+    @asynccontextmanager
+    async def _changing(self, *names: Name) -> AsyncIterator[None]:
+        """Hold the `saving` locks of `names`, in byte order of their paths, below a shared pass of the gate."""
+        async with AsyncExitStack() as stack:
+            for name in sorted(set(names), key=lambda one: one.path()):
+                await stack.enter_async_context(name.saving)
+            await stack.enter_async_context(self._context.gate.shared())
+            yield
+
+    async def unlink(self, parent: Directory, name: bytes) -> None:
+        context = self._context
+        path = parent.path_of(name)
+        if context.policy.is_machinery(path):
+            raise ReservedNameError(path=path)
+        context.assert_writable()
+        child = parent.children.get(name)
+        if not isinstance(child, Name):
+            status = context.root.stat(path)
+            if not stat.S_ISREG(status.st_mode):
+                context.root.unlink(path)
+                context.inodes.drop(parent, name)
+                return
+            child = context.inodes.name_at(parent, name)
+        async with self._changing(child):
+            path = child.path()
+            if not child.linked:
+                raise _absent(path)
+            shown = child.shown_draft
+            if child.live is not None or context.policy.is_protocol_file(parent.name, name):
+                context.root.unlink(path)
+            elif shown is not None and child.claim is None and not context.root.exists(path):
+                pass  # it was never in the vault
+            else:
+                async with context.locked(path):
+                    if child.version is not None:
+                        child.version.hold(context.root)
+                    context.root.unlink(path, missing_ok=child.claim is not None)
+            if child.claim is not None:
+                context.drafts.unclaim(path)
+            self._unname_drafts(child)
+            context.inodes.vanished(child)
+            child.linked = False
+            child.detach()
+
+    def _unname_drafts(self, name: Name) -> None:
+        """The name is gone: its drafts live on for those who have them open, and go with their last handle."""
+        for draft in list(name.drafts):
+            if draft.refused is not None and not draft.handles:
+                self._saves.keep(draft, f"{draft.refused}; meanwhile the file was removed")
+            name.drafts.discard(draft)
+            draft.name = None
+            draft.changed = False
+            draft.refused = None
+            if not draft.handles and draft.promises == 0:
+                self._context.inodes.end_draft(draft)
+        name.edit = None
+
+    async def remove_directory(self, parent: Directory, name: bytes) -> None:
+        context = self._context
+        path = parent.path_of(name)
+        if context.policy.is_machinery(path):
+            raise ReservedNameError(path=path)
+        context.assert_writable()
+        async with context.gate.alone():
+            child = parent.children.get(name)
+            if isinstance(child, Directory) and any(
+                isinstance(one, Name) and one.shown_draft is not None for one in child.children.values()
+            ):
+                raise OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY), path)
+            try:
+                context.root.rmdir(path)
+            except OSError as error:
+                if error.errno != errno.ENOTEMPTY or not self._only_machinery(path):
+                    raise
+                await self._clear_machinery(path)
+                context.root.rmdir(path)
+            context.inodes.drop(parent, name)
+
+    def _only_machinery(self, path: bytes) -> bool:
+        context = self._context
+        return all(
+            stat.S_ISDIR(status.st_mode)
+            and context.policy.may_be_lock_directory(name)
+            and is_lock_directory(context.root, path + b"/" + name)
+            for name, status in context.root.scandir(path)
+        )
+
+    async def _clear_machinery(self, path: bytes) -> None:
+        """Remove stale lock residue in a directory that holds nothing else; a live lock is EBUSY."""
+        for name in self._context.root.listdir(path):
+            if not name.endswith(b".lock"):
+                continue
+            async with self._context.locked(path + b"/" + name.removesuffix(b".lock")):
+                pass  # having got it proves that nobody holds it; releasing it removes it
+
+    # --- renaming -----------------------------------------------------------------------------------------------
+
+    async def rename(self, old_parent: Directory, old: bytes, new_parent: Directory, new: bytes, flags: int) -> None:
+        context = self._context
+        if flags not in (0, pyfuse3.RENAME_NOREPLACE, pyfuse3.RENAME_EXCHANGE):
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        old_path, new_path = old_parent.path_of(old), new_parent.path_of(new)
+        for path in (old_path, new_path):
+            await self.assert_name_is_free(path)
+        context.assert_writable()
+        source = old_parent.children.get(old)
+        if isinstance(source, Name) and source.shown_draft is not None:
+            await self._rename_file(old_parent, old, new_parent, new, flags)
+            return
+        status = context.root.stat(old_path)
+        if stat.S_ISREG(status.st_mode):
+            await self._rename_file(old_parent, old, new_parent, new, flags)
+        elif stat.S_ISDIR(status.st_mode):
+            async with context.gate.alone():
+                await self._rename_directory(old_parent, old, new_parent, new, flags)
+        else:
+            await self._rename_link(old_parent, old, new_parent, new, flags)
+
+    def _names_for_rename(
+        self, old_parent: Directory, old: bytes, new_parent: Directory, new: bytes, flags: int
+    ) -> tuple[Name, Name]:
+        """The two Names; what stands in the way of renaming a file raises the errno of rename(2)."""
+        source = self._context.inodes.name_at(old_parent, old)
+        there = new_parent.children.get(new)
+        if isinstance(there, Name):
+            return source, there
+        new_path = new_parent.path_of(new)
+        try:
+            status = self._context.root.stat(new_path)
+        except FileNotFoundError:
+            return source, self._context.inodes.name_at(new_parent, new)
+        if stat.S_ISDIR(status.st_mode) and not flags & pyfuse3.RENAME_EXCHANGE:
+            number = errno.EEXIST if flags & pyfuse3.RENAME_NOREPLACE else errno.EISDIR
+            raise OSError(number, os.strerror(number), new_path)
+        if flags & pyfuse3.RENAME_EXCHANGE and not stat.S_ISREG(status.st_mode):
+            raise OSError(errno.EINVAL, "only two files or two directories can be exchanged", new_path)
+        return source, self._context.inodes.name_at(new_parent, new)
+
+    async def _rename_file(
+        self, old_parent: Directory, old: bytes, new_parent: Directory, new: bytes, flags: int
+    ) -> None:
+        context = self._context
+        source, target = self._names_for_rename(old_parent, old, new_parent, new, flags)
+        if source is target:
+            return
+        await self._publish_finished(source)
+        async with self._changing(source, target):
+            if not source.linked:
+                raise _absent(old_parent.path_of(old))
+            old_path, new_path = source.path(), target.path()
+            target_shown = target.shown_draft is not None
+            if flags & pyfuse3.RENAME_NOREPLACE and target_shown:
+                raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), new_path)
+            if flags & pyfuse3.RENAME_EXCHANGE and (target_shown or source.shown_draft is not None):
+                raise OSError(errno.EINVAL, "a file that was never published cannot be exchanged", new_path)
+            protocol = context.policy.is_protocol_file(old_parent.name, old)
+            locked = () if protocol else (old_path, new_path)
+            async with context.locked(*locked):
+                if source.shown_draft is not None:
+                    self._move_unpublished(source, target, old_path, new_path, flags)
+                elif flags & pyfuse3.RENAME_EXCHANGE:
+                    self._exchange_files(source, target, old_path, new_path)
+                else:
+                    self._move_published(source, target, old_path, new_path, flags)
+
+    async def _publish_finished(self, name: Name) -> None:
+        """A draft that is finished but not in yet is published before its name moves."""
+        for draft in list(name.drafts):
+            if draft.changed and draft.name is name and all(handle.let_go for handle in draft.handles):
+                if not draft.handles and draft.refused is None:
+                    continue  # promised to somebody who has not opened it yet
+                await self._saves.publish(draft, path_call=True)
+                self._saves.end_if_unused(draft)
+
+    def _move_published(self, source: Name, target: Name, old_path: bytes, new_path: bytes, flags: int) -> None:
+        context = self._context
+        if target.version is not None:
+            target.version.hold(context.root)
+        context.root.rename(old_path, new_path, flags)
+        drafts = self._leave(target, new_path)
+        self._place(source, target.parent, target.name)
+        self._take_over(source, drafts)
+        self._refresh(source, new_path)
+        self._retarget(source, new_path)
+
+    def _move_unpublished(self, source: Name, target: Name, old_path: bytes, new_path: bytes, flags: int) -> None:
+        """The draft of a name that was never published moves along; what it is renamed over stays in the vault,
+        and stays visible under the name, until the draft is published.
+        """
+        context = self._context
+        claim = source.claim
+        occupied = context.root.exists(new_path)
+        if occupied and flags & pyfuse3.RENAME_NOREPLACE:
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), new_path)
+        if claim is not None:
+            if occupied:
+                context.root.unlink(old_path, missing_ok=True)
+                context.drafts.unclaim(old_path)
+                source.claim = None
+            else:
+                context.root.rename(old_path, new_path, pyfuse3.RENAME_NOREPLACE)
+                context.drafts.unclaim(old_path)
+                source.claim = FileIdentity.from_stat(context.root.stat(new_path))
+                for draft in source.drafts:
+                    context.drafts.claim(new_path, source.claim, self._saves.writer(draft.writer, draft.uid or 0))
+        if not occupied:
+            drafts = self._leave(target, new_path)
+            self._place(source, target.parent, target.name)
+            self._take_over(source, drafts)
+            self._retarget(source, new_path)
+            return
+        began = target.version.identity if target.version is not None else None
+        if target.version is None and target.live is None:
+            began = context.inodes.current_version(target, context.root.stat(new_path)).identity
+        for draft in list(source.drafts):
+            source.drafts.discard(draft)
+            draft.name = target
+            if draft.kind == "new":
+                draft.kind = "replacement"
+                draft.began = began
+            target.drafts.add(draft)
+        source.edit = None
+        source.linked = False
+        source.detach()
+        self._retarget(target, new_path)
+
+    def _exchange_files(self, source: Name, target: Name, old_path: bytes, new_path: bytes) -> None:
+        context = self._context
+        for name in (source, target):
+            if name.version is not None:
+                name.version.hold(context.root)
+        context.root.rename(old_path, new_path, pyfuse3.RENAME_EXCHANGE)
+        source_parent, source_name = source.parent, source.name
+        target_parent, target_name = target.parent, target.name
+        source.detach()
+        target.detach()
+        self._place(source, target_parent, target_name)
+        self._place(target, source_parent, source_name)
+        for name, path in ((source, new_path), (target, old_path)):
+            self._refresh(name, path)
+            self._retarget(name, path)
+
+    def _leave(self, target: Name, path: bytes) -> list[Draft]:
+        """`target` loses its place to a file renamed over it; returns the drafts that stay with the place."""
+        drafts = list(target.drafts)
+        for draft in drafts:
+            target.drafts.discard(draft)
+        target.edit = None
+        if target.claim is not None:
+            self._context.drafts.unclaim(path)
+        self._context.inodes.vanished(target)
+        target.linked = False
+        target.detach()
+        return drafts
+
+    @staticmethod
+    def _place(name: Name, parent: Directory, last: bytes) -> None:
+        name.detach()
+        name.parent, name.name = parent, last
+        parent.children[last] = name
+
+    @staticmethod
+    def _take_over(name: Name, drafts: list[Draft]) -> None:
+        """Drafts of a file that was renamed over belong to the place: an edit conflicts, a replacement goes on."""
+        for draft in drafts:
+            draft.name = name
+            name.drafts.add(draft)
+
+    def _refresh(self, name: Name, path: bytes) -> None:
+        """A rename changes the ctime and nothing else: take it over, so that it is not taken for an outside change."""
+        status = self._context.root.stat(path)
+        identity = FileIdentity.from_stat(status)
+        version = name.version
+        if version is not None:
+            if version.identity.unchanged_but_renamed(identity):
+                was = version.identity
+                version.update(status)
+                for draft in name.drafts:
+                    if draft.began is not None and draft.began.same_object(was):
+                        draft.began = version.identity
+            elif stat.S_ISREG(status.st_mode):
+                self._context.inodes.current_version(name, status)
+
+    def _retarget(self, name: Name, path: bytes) -> None:
+        for draft in name.drafts:
+            if draft.file is not None:
+                draft.file.retarget(path)
+
+    async def _rename_link(
+        self, old_parent: Directory, old: bytes, new_parent: Directory, new: bytes, flags: int
+    ) -> None:
+        context = self._context
+        there = new_parent.children.get(new)
+        target = there if isinstance(there, Name) else None
+        new_path = new_parent.path_of(new)
+        if target is not None:
+            if target.shown_draft is not None and flags:
+                raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), new_path)
+            if target.version is not None:
+                target.version.hold(context.root)
+        async with context.locked(new_path):
+            context.root.rename(old_parent.path_of(old), new_path, flags)
+        if target is not None:
+            self._unname_drafts(target)
+        context.inodes.drop(old_parent, old)
+        context.inodes.drop(new_parent, new)
+
+    async def _rename_directory(
+        self, old_parent: Directory, old: bytes, new_parent: Directory, new: bytes, flags: int
+    ) -> None:
+        """The gate is passed alone: no save is under way anywhere."""
+        context = self._context
+        old_path, new_path = old_parent.path_of(old), new_parent.path_of(new)
+        source = old_parent.children.get(old)
+        protocol = context.policy.may_be_lock_directory(old) and is_lock_directory(context.root, old_path)
+        target = new_parent.children.get(new)
+        if isinstance(target, Name) and target.shown_draft is not None:
+            number = errno.EEXIST if flags & pyfuse3.RENAME_NOREPLACE else errno.ENOTDIR
+            raise OSError(number, os.strerror(number), new_path)
+        if isinstance(target, Directory) and not flags:
+            for child in target.children.values():
+                if isinstance(child, Name) and child.shown_draft is not None:
+                    raise OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY), new_path)
+        if protocol:
+            context.root.rename(old_path, new_path, flags)
+        else:
+            self._assert_no_locks_below(old_path)
+            async with context.locked(old_path, new_path):
+                context.root.rename(old_path, new_path, flags)
+        if flags & pyfuse3.RENAME_EXCHANGE:
+            self._exchanged(old_parent, old, new_parent, new)
+        else:
+            context.inodes.drop(new_parent, new)
+            old_parent.children.pop(old, None)
+            if isinstance(source, Directory):
+                source.parent, source.name = new_parent, new
+                new_parent.children[new] = source
+        for draft in context.inodes.drafts():
+            if draft.file is not None and draft.name is not None:
+                try:
+                    draft.file.retarget(draft.name.path())
+                except LookAgainError:
+                    continue  # below a directory that is not reachable: its path cannot have changed by this rename
+
+    @staticmethod
+    def _exchanged(old_parent: Directory, old: bytes, new_parent: Directory, new: bytes) -> None:
+        first, second = old_parent.children.pop(old, None), new_parent.children.pop(new, None)
+        for child, parent, name in ((first, new_parent, new), (second, old_parent, old)):
+            if child is not None:
+                child.parent, child.name = parent, name
+                parent.children[name] = child
+
+    def _assert_no_locks_below(self, path: bytes) -> None:
+        """Raises LockBusyError if somebody else holds a lock in the directory: its owner could not find it again."""
+        context = self._context
+        pending, looked_at = [path], 0
+        while pending and looked_at < LOCKS_BELOW_LIMIT:
+            directory = pending.pop()
+            try:
+                entries = context.root.scandir(directory)
+            except (OSError, UnsafePathError):
+                continue  # removed meanwhile, or a mount: no lock of a file that moves
+            for name, status in entries:
+                looked_at += 1
+                if not stat.S_ISDIR(status.st_mode) or status.st_dev != context.root.dev:
+                    continue
+                below = directory + b"/" + name
+                if name.endswith(b".lock"):
+                    report = context.locks.inspect(below.removesuffix(b".lock"))
+                    if report is not None and report.verdict in ("alive", "unknown"):
+                        raise LockBusyError(f"a lock below it is held: {report.evidence}", path=below)
+                pending.append(below)
+
+    # --- outside changes ----------------------------------------------------------------------------------------
+
+    async def changed_outside(self, number: int, name: bytes, deleted: bool) -> None:
+        """Something happened to `name` in the vault directory with inode `number`: ourselves, or somebody else."""
+        context = self._context
+        try:
+            directory = context.inodes.directory(number)
+            path = directory.path_of(name) if name else b""
+        except (LookAgainError, NotADirectoryError):
+            return  # forgotten meanwhile: the kernel keeps nothing of it either
+        if context.invalidator is None or context.policy.is_machinery(path):
+            return
+        if not name:  # the directory itself went or moved: its watch tells nothing reliable any more
+            directory.watched = False
+            return
+        child = directory.children.get(name)
+        try:
+            status: os.stat_result | None = context.root.stat(path)
+        except (FileNotFoundError, NotADirectoryError):
+            status = None
+        except (OSError, VaultError):
+            context.invalidator.entry(number, name)
+            return
+        known: Inode | None = None
+        if isinstance(child, Name):
+            known = child.live or child.version
+            if status is None and child.shown_draft is not None:
+                return
+            if (
+                child.claim is not None
+                and status is not None
+                and child.claim.same_object(FileIdentity.from_stat(status))
+            ):
+                return
+            if isinstance(known, LiveFile):
+                if status is not None and known.identity == (status.st_dev, status.st_ino):
+                    return
+            elif isinstance(known, Version):
+                if status is not None and known.identity.unchanged(FileIdentity.from_stat(status)):
+                    return
+            elif status is None:
+                known = None
+        elif isinstance(child, Directory | Link):
+            known = child
+            if status is not None and child.identity == (status.st_dev, status.st_ino):
+                context.invalidator.inode(child.number, attr_only=True)
+                return
+        if status is None and known is not None:
+            context.invalidator.entry(number, name, known.number)
+            context.inodes.drop(directory, name)
+        else:
+            announcer = context.announcer
+            then = None
+            if announcer is not None and status is not None and not context.policy.may_be_lock_directory(name):
+                then = partial(announcer.announce, path, stat.S_IMODE(status.st_mode))
+            context.invalidator.entry(number, name, then=then)
+        context.invalidator.inode(number, attr_only=True)
+
+    async def lost_count(self) -> None:
+        """Events were lost: tell the kernel to forget all names, and start watching anew."""
+        context = self._context
+        for inode in context.inodes:
+            if isinstance(inode, Directory) and context.invalidator is not None:
+                for name in list(inode.children):
+                    context.invalidator.entry(inode.number, name)
+                context.invalidator.inode(inode.number, attr_only=True)
