@@ -278,7 +278,8 @@ class Operations(pyfuse3.Operations):
         for position, name, inode, attributes in self._tree.entries(self._listings[fh], start_id):
             if not pyfuse3.readdir_reply(token, pyfuse3.FileNameT(name), attributes, position):
                 break
-            inode.lookups += 1
+            if inode is not None:
+                inode.lookups += 1
 
     @guarded
     async def releasedir(self, fh: int) -> None:

@@ -55,7 +55,7 @@ def _absent(path: bytes) -> FileNotFoundError:
 class DirectoryListing:
     """One open directory: a snapshot of its entries, so that positions stay what they were.
 
-    The snapshot is taken at the first read and again after a rewind; positions count from 1.
+    The snapshot is taken at the first read and again after a rewind; positions 1 and 2 are "." and "..".
     """
 
     __slots__ = ("directory", "entries")
@@ -260,26 +260,28 @@ class Tree:
 
     def entries(
         self, listing: DirectoryListing, start: int
-    ) -> Iterator[tuple[int, bytes, Inode, pyfuse3.EntryAttributes]]:
+    ) -> Iterator[tuple[int, bytes, Inode | None, pyfuse3.EntryAttributes]]:
         """The entries after position `start`: position, name, inode and attributes.
 
-        The caller counts a lookup for each entry that the kernel took.
+        The caller counts a lookup for each entry that the kernel took; none for "." and "..", whose inode is None.
         """
         directory = listing.directory
         if start == 0 or listing.entries is None:
             self.watch(directory)
             listing.entries = self._snapshot(directory)
-        for position in range(start, len(listing.entries)):
-            name, status = listing.entries[position]
+        for position, (name, above) in enumerate(((b".", directory), (b"..", directory.parent or directory))):
+            if position >= start:
+                yield position + 1, name, None, self.entry(above, self._context.root.stat(above.path()))
+        for position in range(max(start, 2), len(listing.entries) + 2):
+            name, status = listing.entries[position - 2]
             path = directory.path_of(name)
             if status is None:
                 child = directory.children.get(name)
                 inode: Inode | None = child.shown_draft if isinstance(child, Name) else None
             else:
                 inode = self._seen_again(directory, name, path, status)
-            if inode is None:
-                continue
-            yield position + 1, name, inode, self.entry(inode, status)
+            if inode is not None:
+                yield position + 1, name, inode, self.entry(inode, status)
 
     def _seen_again(self, directory: Directory, name: bytes, path: bytes, status: os.stat_result) -> Inode | None:
         """`seen`, for an entry of a snapshot that may be older than what we know of the name by now."""
