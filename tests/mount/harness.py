@@ -517,6 +517,8 @@ class MountedVault:
             raise AssertionError("no /dev/fuse: the tests of the mount need it (modprobe fuse, or pass the device in)")
         if self.uid != 0 and stat.S_IMODE(os.stat("/dev/fuse").st_mode) & 0o666 != 0o666:
             os.chmod("/dev/fuse", 0o666)  # what udev makes it on every ordinary machine
+        if self._watchdog is not None:
+            self._watchdog.cancel()
         self._watchdog = threading.Timer(DAEMON_GUARD, self._kill_daemon)
         self._watchdog.daemon = True
         self._watchdog.start()
@@ -810,6 +812,10 @@ class MountedVault:
             assert _has_ended(self._process.pid), "vaultfs umount returned, but the daemon still runs"
             code = self._process.wait(GUARD)
             assert code == 0, f"the daemon ended with {code}: {self.log_text()}"
+        self._finished = True
+
+    def mark_ended(self) -> None:
+        """Tells that the test itself has ended the daemon and checked how."""
         self._finished = True
 
     def finish(self) -> None:
