@@ -74,9 +74,7 @@ def test_a_lock_by_rule_is_private_and_leaves_the_public_name_free(shelf: LockVa
 
 
 @pytest.mark.parametrize(("length", "private"), [(250, False), (251, True), (255, True)])
-def test_a_name_behind_which_lock_does_not_fit_has_a_private_lock(
-    shelf: LockVault, length: int, private: bool
-) -> None:
+def test_a_name_behind_which_lock_does_not_fit_has_a_private_lock(shelf: LockVault, length: int, private: bool) -> None:
     with shelf.locks.acquire(b"n" * length) as held:
         assert held.private is private
         assert shelf.other().try_acquire(b"n" * length) is None

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from tests.core.lock_support import FORK, GUARD, LockVault, dead_pid, drive, in_processes, make_our_lock
+from vaultfs.errors import LockBrokenError
 from vaultfs.locks import PathLocks
 from vaultfs.locks.records import look_into
 from vaultfs.root import VaultRoot
@@ -158,7 +159,7 @@ HOLDER = """
 
 
 @pytest.fixture
-def holder(shelf: LockVault) -> Iterator["subprocess.Popen[str]"]:
+def holder(shelf: LockVault) -> Iterator[subprocess.Popen[str]]:
     """A program that holds the lock of `note` until it is killed."""
     process = subprocess.Popen(
         [sys.executable, "-c", textwrap.dedent(HOLDER), str(shelf.path)],
@@ -178,7 +179,7 @@ def holder(shelf: LockVault) -> Iterator["subprocess.Popen[str]"]:
 
 
 def test_a_live_owner_is_never_reaped_however_old_and_even_when_stopped(
-    shelf: LockVault, holder: "subprocess.Popen[str]"
+    shelf: LockVault, holder: subprocess.Popen[str]
 ) -> None:
     os.kill(holder.pid, signal.SIGSTOP)
     os.utime(shelf.path / "note.lock", (0, 0))
@@ -188,9 +189,7 @@ def test_a_live_owner_is_never_reaped_however_old_and_even_when_stopped(
     assert (shelf.path / "note.lock/.owner.json").exists()
 
 
-def test_a_killed_owner_is_reaped_at_once_also_as_a_zombie(
-    shelf: LockVault, holder: "subprocess.Popen[str]"
-) -> None:
+def test_a_killed_owner_is_reaped_at_once_also_as_a_zombie(shelf: LockVault, holder: subprocess.Popen[str]) -> None:
     holder.kill()
     os.waitid(os.P_PID, holder.pid, os.WEXITED | os.WNOWAIT)  # dead, and not waited for: a zombie
     held, who = drive(shelf.locks, b"note", 5.0)
@@ -214,7 +213,7 @@ def test_a_waiter_gets_the_lock_when_its_owner_releases(shelf: LockVault) -> Non
 
 def test_at_the_deadline_the_answer_is_busy_and_a_timeout_of_zero_still_looks_once(shelf: LockVault) -> None:
     other = shelf.other()
-    assert (taken := other.try_acquire(b"note")) is not None
+    taken = other.acquire(b"note")
     acquisition = shelf.locks.begin(b"note", 0.0)
     assert acquisition.step() is None
     assert str(os.getpid()) in str(acquisition.holder)
@@ -235,3 +234,45 @@ def test_between_two_locks_of_ours_at_one_path_the_name_is_free_for_a_moment(she
     assert not isinstance(elsewhere, float)
     assert elsewhere is not None
     elsewhere.release()
+
+
+class ShakyRoot:
+    """A root in which the directory of a lock seems to vanish in the walk, `times` times; the file's own does not."""
+
+    def __init__(self, root: VaultRoot, times: int) -> None:
+        self._root = root
+        self.times = times
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._root, name)
+
+    def parent(self, path: bytes) -> object:
+        if path.endswith(b".lock") and self.times > 0:
+            self.times -= 1
+            raise FileNotFoundError(2, "vanished", path)
+        return self._root.parent(path)
+
+
+def shaky(shelf: LockVault, times: int) -> PathLocks:
+    locks = shelf.other()
+    locks._root = ShakyRoot(shelf.root, times)  # type: ignore[assignment]
+    return locks
+
+
+def test_a_directory_that_vanishes_under_the_look_is_looked_at_again_three_times(shelf: LockVault) -> None:
+    acquisition = shaky(shelf, 3).begin(b"note", GUARD)
+    for _ in range(3):
+        assert acquisition.step() == 0.01
+    held = acquisition.step()
+    assert held is not None
+    assert not isinstance(held, float)
+    held.release()
+
+
+def test_retries_used_up_are_an_error_and_the_deadline_passed_is_busy(shelf: LockVault) -> None:
+    acquisition = shaky(shelf, 4).begin(b"note", GUARD)
+    for _ in range(3):
+        acquisition.step()
+    with pytest.raises(LockBrokenError):
+        acquisition.step()
+    assert shaky(shelf, 4).begin(b"note", 0.0).step() is None

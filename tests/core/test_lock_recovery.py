@@ -17,7 +17,6 @@ from tests.core.lock_support import (
     TOKEN,
     LockVault,
     dead_pid,
-    drive,
     in_processes,
     make_lock,
     make_our_lock,
@@ -122,9 +121,7 @@ def test_residue_of_a_writer_that_died_is_removed_with_its_half_written_owner(sh
         "empty, young",
     ],
 )
-def test_what_is_not_proven_dead_is_busy_and_stays_as_it_is(
-    shelf: LockVault, leave: Callable[[Path], object]
-) -> None:
+def test_what_is_not_proven_dead_is_busy_and_stays_as_it_is(shelf: LockVault, leave: Callable[[Path], object]) -> None:
     leave(lock_of(shelf))
     before = everything_in(lock_of(shelf))
     with pytest.raises(LockBusyError):
@@ -202,9 +199,7 @@ def fifo_as_lock(lock: Path) -> None:
         fifo_as_lock,
     ],
 )
-def test_a_hostile_lock_is_refused_at_once_and_never_touched(
-    shelf: LockVault, leave: Callable[[Path], object]
-) -> None:
+def test_a_hostile_lock_is_refused_at_once_and_never_touched(shelf: LockVault, leave: Callable[[Path], object]) -> None:
     leave(lock_of(shelf))
     set_age(lock_of(shelf), 1000)
     (shelf.path / ".lease-..").mkdir()

@@ -40,6 +40,7 @@ import fcntl
 import logging
 import os
 import re
+import stat
 import threading
 import time
 import uuid
@@ -502,11 +503,15 @@ class _Newcomer:
 
     def _open(self, name: bytes) -> int:
         try:
-            return os.open(name, _LOCK_FLAGS, 0o600, dir_fd=self.state.fd)
+            descriptor = os.open(name, _LOCK_FLAGS, 0o600, dir_fd=self.state.fd)
         except OSError as error:
             if error.errno in (errno.ELOOP, errno.EISDIR, errno.ENXIO):
                 raise StateDirectoryError("is no plain file", path=self.state.path + b"/" + name) from error
             raise
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            os.close(descriptor)
+            raise StateDirectoryError("is no plain file", path=self.state.path + b"/" + name)
+        return descriptor
 
     def _find(self) -> _Found | None:
         return self._read(self.name)
