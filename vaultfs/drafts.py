@@ -19,9 +19,10 @@ A draft is in one of these states; the arrows are the only ways between them:
 - *finished*: published, kept or discarded. `fd` stays open, for reading only, until `close`.
 
 Who may touch a staging file: its attempt, as long as it holds `flock` on its staging directory. Recovery takes over
-the directories whose flock is free (the kernel frees it when the process dies, however it dies) and those that it is
-told to seize. Staging is always named from the descriptor of `.vaultfs`: when somebody renamed our attempt's
-directory away, everything we try afterwards fails, and `Drafts` says FenceLostError.
+the directories whose flock is free (the kernel frees it when the process dies, however it dies) and those that the
+fence renamed away from a predecessor that may come back to life (`locks.fence`). Staging is always named from the
+descriptor of `.vaultfs`: when somebody renamed our attempt's directory away, everything we try afterwards fails, and
+`Drafts` says FenceLostError.
 
 Where renaming from staging to the target's directory is not possible (EXDEV: project quotas, encrypted directories,
 subvolumes) the draft is staged in the target's own directory, under a hidden name `.vaultfs-staging-ID`.
@@ -65,7 +66,6 @@ from vaultfs.journal import (
     JournalLine,
     Mark,
     Writer,
-    decode_path,
     encode_path,
     staged_name,
     target_of_name,
@@ -74,6 +74,7 @@ from vaultfs.root import VaultRoot
 from vaultfs.state import StateDirectory
 
 if TYPE_CHECKING:
+    from vaultfs.locks.path_lock import PathLocks
     from vaultfs.recovery import RecoveryReport
 
 __all__ = [
@@ -213,6 +214,7 @@ class Drafts:
         self.fenced = False
         self.unproven: set[str] = set()  # kept displaced versions that may go once nobody writes them: see `sweep`
         self.journal = Journal(state)
+        self._boot_id = boot_id()
         self._directory_fd = -1  # our staging directory; holds the flock that says this attempt lives
         self._prefix = b""
         self._beside: set[bytes] = set()  # directories that cannot be renamed into from staging
@@ -238,7 +240,7 @@ class Drafts:
                     ours = os.stat(self._prefix, dir_fd=self.state.fd, follow_symlinks=False)
                     if ours.st_ino == os.fstat(fd).st_ino:
                         self._directory_fd = fd
-                        self.journal.append(JournalLine(attempt=f"{self.attempt} {boot_id()}"))
+                        self.journal.append(JournalLine(attempt=f"{self.attempt} {self._boot_id}"))
                         return self._prefix
                 except (BlockingIOError, FileNotFoundError):
                     pass  # a recovery is just looking whether this is left over: take another name
@@ -320,8 +322,13 @@ class Drafts:
             return os.open(name, _STAGING_FLAGS, 0o600, dir_fd=self.state.fd)
 
     def _restore_staging(self) -> None:
-        """Our staging directory has gone: removed (make it again) or taken over (FenceLostError)?"""
+        """Our staging directory has gone: removed (make it again) or taken over (FenceLostError)?
+
+        Who took it over may have emptied and removed it since; then only the fence can tell.
+        """
         self.assert_attempt()
+        if self.assert_owned is not None:
+            self.assert_owned()
         self.state.forget("staging")
         os.close(self._directory_fd)
         self._directory_fd = -1
@@ -504,26 +511,36 @@ class Drafts:
             raise DraftNotFoundError(f"there is no draft {draft_id!r}") from None
         try:
             kind = DraftKind.REPLACEMENT if record.kind is DraftKind.DISPLACED else record.kind
-            record = msgspec.structs.replace(
-                record,
-                state=DraftState.DURABLE,
-                kind=kind,
-                reason=None,
-                kept_at="",
-                ino=os.fstat(fd).st_ino,
-                attempt=self.attempt,
-                hidden=None,
-            )
-            staged = self.staging() + staged_name(record.id, record.target_path)
-            self.move_to(self.state.fd, name, staged)
-            draft = DraftFile(self, fd, record, staged, None)
-            draft._write_record()
+            draft = self.adopt(name, fd, msgspec.structs.replace(record, kind=kind, state=DraftState.DURABLE))
         except BaseException:
             os.close(fd)
             raise
         with contextlib.suppress(OSError):  # void from here on: the mark speaks for the draft
             os.removexattr(fd, KEPT_NAME)
         self.drop_sidecar(self.state.name("drafts") + b"/", draft_id)
+        return draft
+
+    def adopt(self, name: bytes, fd: int, record: DraftRecord) -> DraftFile:
+        """Make the file `name` (relative to `state.fd`, open at `fd`) a draft of this attempt; `fd` is its own then.
+
+        Raises OSError; then the file is where it was, and `fd` the caller's.
+        """
+        record = msgspec.structs.replace(
+            record, reason=None, kept_at="", ino=os.fstat(fd).st_ino, attempt=self.attempt, hidden=None
+        )
+        staged = self.staging() + staged_name(record.id, record.target_path)
+        self.move_to(self.state.fd, name, staged)
+        draft = DraftFile(self, fd, record, staged, None)
+        draft._write_record()
+        return draft
+
+    def adopt_hidden(self, place: bytes, fd: int, record: DraftRecord) -> DraftFile:
+        """The same for a draft that is staged beside its target at the vault-relative path `place`."""
+        record = msgspec.structs.replace(
+            record, reason=None, kept_at="", ino=os.fstat(fd).st_ino, attempt=self.attempt, hidden=encode_path(place)
+        )
+        draft = DraftFile(self, fd, record, place, place)
+        draft._write_record()
         return draft
 
     def keep_file(
@@ -543,7 +560,12 @@ class Drafts:
         except OSError as error:
             if error.errno not in _NO_XATTR and error.errno != errno.EBADF:  # EBADF: all we could get is O_PATH
                 raise
-            self.write_sidecar(drafts, record)
+            try:
+                self.write_sidecar(drafts, record)
+            except OSError as full:
+                # On a full disk the name still says where it belongs; that it is kept matters more than why.
+                if full.errno not in (errno.ENOSPC, errno.EDQUOT):
+                    raise
         try:
             self.move_to(directory, name, kept)
         except OSError as error:
@@ -620,7 +642,9 @@ class Drafts:
 
     def claim(self, path: bytes, identity: FileIdentity, writer: Writer) -> None:
         """Remember that the empty file `path` was made for O_CREAT|O_EXCL: it goes if its opener dies with us."""
-        line = Claim(path=encode_path(path), identity=identity, writer=writer, boot_id=boot_id())
+        line = Claim(
+            path=encode_path(path), identity=identity, writer=writer, boot_id=self._boot_id, attempt=self.attempt
+        )
         self.journal.append(JournalLine(claim=line))
 
     def unclaim(self, path: bytes) -> None:
@@ -629,11 +653,11 @@ class Drafts:
 
     # --- life
 
-    def recover(self) -> RecoveryReport:
-        """See `vaultfs.recovery.recover`."""
+    def recover(self, locks: PathLocks | None = None) -> RecoveryReport:
+        """Put in order what earlier attempts left: see `vaultfs.recovery.recover`."""
         from vaultfs.recovery import recover  # the one import upwards: recovery builds on publish, and that on drafts
 
-        return recover(self)
+        return recover(self, locks)
 
     def compact(self) -> None:
         """Shorten the journal to what is still of use, if nobody else has it open."""
@@ -693,7 +717,7 @@ class DraftFile:
     staged beside its target.
     """
 
-    __slots__ = ("_drafts", "_sidecar", "fd", "finished", "hidden", "name", "record")
+    __slots__ = ("_drafts", "_sidecar", "fd", "finished", "hidden", "name", "record", "target")
 
     def __init__(self, drafts: Drafts, fd: int, record: DraftRecord, name: bytes, hidden: bytes | None) -> None:
         self._drafts = drafts
@@ -701,6 +725,7 @@ class DraftFile:
         self.record = record
         self.name = name
         self.hidden = hidden
+        self.target = record.target_path
         self.finished = False
         self._sidecar = False
 
@@ -751,17 +776,20 @@ class DraftFile:
 
         Raises OSError: ENOSPC, EIO.
         """
+        if durable:
+            os.fsync(self.fd)  # first: a mark must never be on disk before the content that it vouches for
         self.record = msgspec.structs.replace(self.record, state=DraftState(state))
         self._write_record()
         if durable:
             os.fsync(self.fd)  # not fdatasync: the mark is metadata
+            self._drafts.journal.sync()
 
     def begin(self, *, synced: bool) -> None:
         """The intent: from this line on recovery finishes the publish, or finds that it happened."""
         record = self.record
-        if record.state is not DraftState.PUBLISHING or record.synced != synced:
+        if record.state is not DraftState.PUBLISHING or record.synced != synced:  # else `sync_draft` wrote the line
             self.record = record = msgspec.structs.replace(record, state=DraftState.PUBLISHING, synced=synced)
-        self._drafts.journal.append(JournalLine(draft=record))
+            self._drafts.journal.append(JournalLine(draft=record))
 
     def describe(
         self,
@@ -797,12 +825,13 @@ class DraftFile:
                 self.name = name
         else:
             # the hidden file itself stays where it is, or went along with its directory
-            old = decode_path(self.record.target)
+            old = self.target
             moved = self._moved_along(old, target)
             if moved is not None:
                 self.hidden = self.name = moved
                 record = msgspec.structs.replace(record, hidden=encode_path(moved))
         self.record = record
+        self.target = target
         self._write_record()
 
     def _moved_along(self, old: bytes, new: bytes) -> bytes | None:
@@ -830,7 +859,7 @@ class DraftFile:
         Copies the content; later drafts of that directory are staged there from the start. Raises OSError.
         """
         drafts = self._drafts
-        target = decode_path(self.record.target)
+        target = self.target
         parent = target.rpartition(b"/")[0]
         hidden = (parent + b"/" if parent else b"") + HIDDEN_PREFIX + self.id.encode()
         status = os.fstat(self.fd)
@@ -858,7 +887,7 @@ class DraftFile:
         drafts = self._drafts
         drafts.assert_attempt()
         fresh = drafts.create(
-            decode_path(self.record.target),
+            self.target,
             base=self.record.base,
             kind=self.record.kind,
             writer=self.record.writer,
@@ -884,6 +913,7 @@ class DraftFile:
         fresh.fd = -1
         fresh.finished = True
         self.record, self.name, self.hidden, self._sidecar = fresh.record, fresh.name, fresh.hidden, fresh._sidecar
+        self.target = fresh.target
         self._drafts.note_gone(old)
 
     # --- the end

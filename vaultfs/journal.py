@@ -85,12 +85,13 @@ class DraftState(StrEnum):
 
 
 class Writer(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Who wrote a draft. `start_time` is field 22 of /proc/PID/stat (ticks), 0 if unknown."""
+    """Who wrote a draft. `start_time` is field 22 of /proc/PID/stat (ticks), 0 if unknown; `gid` None if unknown."""
 
     pid: int = 0
     program: str = ""
     uid: int = 0
     start_time: int = 0
+    gid: int | None = None
 
 
 class DraftRecord(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -126,6 +127,7 @@ class Claim(msgspec.Struct, frozen=True):
     identity: FileIdentity
     writer: Writer
     boot_id: str
+    attempt: str
 
 
 class JournalLine(msgspec.Struct, omit_defaults=True):
@@ -269,6 +271,10 @@ class Journal:
         """Write one line. Raises OSError (ENOSPC, EIO)."""
         os.write(self._fd, _encoder.encode(line) + b"\n")
         self._lines += 1
+
+    def sync(self) -> None:
+        """Wait until what was appended is on disk. Blocks. Raises OSError."""
+        os.fdatasync(self._fd)
 
     @property
     def wants_compaction(self) -> bool:

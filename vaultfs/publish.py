@@ -104,11 +104,11 @@ def sync_draft(draft: DraftFile, durability: Durability | str = Durability.ORDER
     """
     relaxed = durability == Durability.RELAXED
     try:
+        if not relaxed:
+            os.fdatasync(draft.fd)  # before the mark: a mark must not be on disk before what it vouches for
         if draft.record.synced == relaxed:
             draft.record = msgspec.structs.replace(draft.record, synced=not relaxed)
         draft.mark(DraftState.PUBLISHING)
-        if not relaxed:
-            os.fdatasync(draft.fd)
     except OSError as error:
         raise PublishError(
             f"the disk did not take the new version: {error.strerror}",
@@ -392,6 +392,8 @@ class _Publication:
     def begin(self) -> None:
         """Record the intent; from here on a crash is finished, or found to have been complete, by recovery."""
         self._assert_ours()
+        if self._draft.target != self._path:
+            self._draft.retarget(self._path)
         self._draft.begin(synced=self._durability is not Durability.RELAXED)
         self._begun = True
 
@@ -688,9 +690,9 @@ class _Publication:
             status = os.fstat(draft.fd)
             copy_range(draft.fd, append_from, fresh.fd, target.status.st_size, status.st_size - append_from)
             os.utime(fresh.fd, ns=(status.st_atime_ns, status.st_mtime_ns))
-            fresh.mark(DraftState.PUBLISHING)
             if self._durability is not Durability.RELAXED:
                 os.fdatasync(fresh.fd)
+            fresh.mark(DraftState.PUBLISHING)
         except BaseException:
             fresh.discard()
             raise
