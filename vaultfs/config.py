@@ -229,13 +229,15 @@ def _apply(settings: dict[str, Any], name: str, value: str | None) -> None:
     option = _BY_NAME.get(name.replace("_", "-"))
     if option is None:
         raise _unknown(name)
-    settings[option.field] = _value(option, value, settings)
+    parsed = _value(option, value, settings)
     if option.kind == "durability":
-        level, *globs = settings.pop(option.field)
+        level, *globs = parsed
         if globs:
             settings["durability_globs"] = [*settings.get("durability_globs", []), *((level, glob) for glob in globs)]
         else:
             settings["durability"] = level
+    else:
+        settings[option.field] = parsed
 
 
 def _unknown(name: str) -> ConfigError:
