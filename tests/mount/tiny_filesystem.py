@@ -3,7 +3,7 @@
 Run: tiny_filesystem.py MOUNTPOINT. Prints a line per request: the operation, then what matters of it; first READY.
 The lookup of ``slow`` is answered after SLOW seconds (environment). With ANNOUNCE=1 it has a companion, whose pid it
 prints. Commands on standard input, one a line: ``announce NAME``; ``invalidate NAME`` or ``delete NAME`` (through an
-Invalidator); ``hide NAME`` (lookups of it fail from then on); ``restart`` (a signal to the companion, then announce).
+Invalidator; a deleted one is then announced as well); ``bury NAME`` (announced as deleted, whether it is or not).
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import errno
 import os
 import stat
 import sys
+from functools import partial
 from typing import Any
 
 import pyfuse3
@@ -22,7 +23,10 @@ from vaultfs.mount.watch import Invalidator
 
 MOUNTPOINT = sys.argv[1]
 SLOW = float(os.environ.get("SLOW", "0"))
+KNOWS_SECRET = os.environ.get("KNOWS_SECRET", "1") == "1"
 INODES = {b"a": 2, b"b": 3, b"slow": 4}
+GHOST = 1 << 40
+announcer: Announcer | None = None
 
 
 def say(*words: object) -> None:
@@ -43,9 +47,20 @@ class Tiny(pyfuse3.Operations):
         say("LOOKUP", name.decode(), ctx.pid)
         if name == b"slow":
             await trio.sleep(SLOW)
-        if name not in INODES:
-            raise pyfuse3.FUSEError(errno.ENOENT)
-        return self._entry(INODES[name])
+        if name in INODES:
+            return self._entry(INODES[name])
+        if announcer is not None and ctx.pid == announcer.thread_id and KNOWS_SECRET:
+            if name == announcer.secret_name:
+                raise pyfuse3.FUSEError(errno.ECANCELED)
+            ghost = self._entry(GHOST)
+            ghost.entry_timeout = 0
+            return ghost
+        raise pyfuse3.FUSEError(errno.ENOENT)
+
+    async def unlink(self, parent: int, name: bytes, ctx: Any) -> None:
+        say("UNLINK", name.decode(), ctx.pid)
+        if name in INODES:
+            raise pyfuse3.FUSEError(errno.EBUSY)
 
     async def getattr(self, inode: int, ctx: Any) -> pyfuse3.EntryAttributes:
         return self._entry(inode)
@@ -71,6 +86,12 @@ class Tiny(pyfuse3.Operations):
         return None
 
 
+def after_deletion(announcer: Announcer | None, name: bytes) -> None:
+    say("INVALIDATED")
+    if announcer is not None:
+        announcer.deleted(name)
+
+
 async def serve(announcer: Announcer | None) -> None:
     invalidator = Invalidator()
     invalidator.start()
@@ -92,7 +113,9 @@ async def serve(announcer: Announcer | None) -> None:
                     invalidator.entry(1, name, then=lambda: say("INVALIDATED"))
                     say("INVALIDATING")
                 elif verb == b"delete":
-                    invalidator.entry(1, name, INODES.pop(name), then=lambda: say("INVALIDATED"))
+                    invalidator.entry(1, name, INODES.pop(name), then=partial(after_deletion, announcer, name))
+                elif verb == b"bury" and announcer is not None:
+                    announcer.deleted(name)
 
     async with trio.open_nursery() as nursery:
         nursery.start_soon(obey)
@@ -108,7 +131,6 @@ if os.geteuid() == 0:
     options.add("allow_other")
 pyfuse3.init(Tiny(), MOUNTPOINT, options)
 try:
-    announcer = None
     if os.environ.get("ANNOUNCE"):
         with open("/proc/self/mountinfo") as table:
             device = next(line.split()[2] for line in table if line.split()[4] == MOUNTPOINT)

@@ -11,9 +11,20 @@ Calling sequence::
     …
     announcer.announce(b"a/note.md", 0o644)  # after a publish, with no lock of ours held, though it would not matter
     …
-    if ctx.pid == announcer.thread_id: …     # in lookup, getattr, setattr: our own hint; answer, change nothing
+    announcer.deleted(b"a/old.md")           # after a deletion outside, when the kernel has forgotten the name
     …
-    announcer.stop()                         # before the daemon unmounts
+    announcer.stop()                         # before the daemon unmounts, in a worker thread
+
+What the handlers owe it, for requests with ``ctx.pid == announcer.thread_id``, also while `stop` is at work:
+
+- setattr: reply the attributes, change nothing;
+- lookup of `secret_name` in the root: ECANCELED;
+- lookup of any other name that does not exist: an entry of some regular file with a number that nothing else has,
+  entry timeout 0: the kernel sends an unlink only for what it believes to exist;
+- unlink: if the name exists, EBUSY (it came back); otherwise say yes. *Never* remove anything;
+- everything else that would change something: EPERM. It does not happen.
+
+A mount that lacks the second to fourth is safe: the unlink is then not sent.
 
 What is not promised: announcements are hints. One is lost if the companion cannot be started or died, if thousands
 wait because the mount hangs, if the path is longer than 4000 bytes, and on a mount that is read-only for the kernel
@@ -25,6 +36,7 @@ from __future__ import annotations
 import fcntl
 import logging
 import os
+import secrets
 import select
 import subprocess
 import sys
@@ -57,6 +69,7 @@ class Announcer:
         self._pipe = -1
         self._thread = 0
         self._started_at = 0.0
+        self.secret_name = b".vaultfs-" + secrets.token_hex(16).encode()  # reserved on every mount
         self._guard = threading.Lock()  # of all of the above: `announce` may come from the invalidating thread
         self._owner = 0
         self.lost = 0  # announcements that could not be handed over; for the counters of `vaultfs status`
@@ -100,6 +113,7 @@ class Announcer:
                     str(self._dev),
                     str(os.getpid()),
                     "shared" if self._shared else "own",
+                    os.fsdecode(self.secret_name),
                 ],
                 stdin=reading,
                 stdout=subprocess.DEVNULL,
@@ -121,7 +135,16 @@ class Announcer:
 
         Never waits and never fails. Any thread.
         """
-        message = b"%o %s\0" % (mode & 0o7777, path)
+        self._send(b"%o %s\0" % (mode & 0o7777, path))
+
+    def deleted(self, path: bytes) -> None:
+        """Tell whoever watches that the file or directory `path` is gone; as `announce`.
+
+        Deletions made through the mount are told by the kernel.
+        """
+        self._send(b"gone %s\0" % path)
+
+    def _send(self, message: bytes) -> None:
         if len(message) > select.PIPE_BUF:  # would not be written in one piece; no program watches so deep
             self.lost += 1
             return

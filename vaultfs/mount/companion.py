@@ -11,8 +11,15 @@ It has two duties.
 **Telling watchers.** The kernel reports writes to inotify when they are made, on the draft, before the publish, and
 changes from outside not at all. So after each publish a chmod to the same mode is made on the name, *through the
 mount*; the kernel then tells watchers of the directory and of the file (IN_ATTRIB), and the daemon, which knows the
-caller by its pid, changes nothing. The daemon sends ``MODE PATH NUL`` (octal, relative to the mountpoint) over the
-pipe that is standard input. What is asked again before it was done is done once.
+caller by its pid, changes nothing. For a name that was deleted outside, an unlink is made in the same way, since
+``invalidate_entry(deleted=…)`` reaches those who watch the file but not those who watch its directory (tried).
+The daemon sends ``MODE PATH NUL`` (octal, or ``gone`` for a deletion; relative to the mountpoint) over the pipe
+that is standard input. What is asked again before it was done is done once, the last way it was asked.
+
+An unlink that somebody carried out would be a loss, so before one is sent the very mount that it goes to must prove
+that its daemon knows us: a lookup of our secret name in its root fails with ECANCELED, and only from us (see
+`vaultfs.mount.announce` for the daemon's side). A directory below the mount, or the mount of a later daemon that
+got the same place and the same device number, says ENOENT.
 
 When nobody watches, nothing is done. Who watches stands in ``/proc/PID/fdinfo``; that look costs some
 milliseconds, so it is made at most every half second and never takes more than a twentieth of the time. An
@@ -30,13 +37,14 @@ The main thread tells the watchers, because the daemon sees the thread id of a c
 the pid that the daemon knows. It may be stuck in the mount; so a second thread reads the pipe and keeps guard. When
 the pipe ends the process ends, whatever the main thread is at.
 
-This file is run by its path (``python -I -S companion.py MOUNTPOINT DEV DAEMON shared|own``), so that nothing but a few
-standard modules is loaded: it imports nothing of vaultfs. `vaultfs.mount.announce` starts it and talks to it.
+This file is run by its path (``python -I -S companion.py MOUNTPOINT DEV DAEMON shared|own SECRET``), so that nothing
+but a few standard modules is loaded: it imports nothing of vaultfs. `vaultfs.mount.announce` starts it and talks to it.
 """
 
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
 import select
 import signal
@@ -45,12 +53,14 @@ import sys
 import threading
 import time
 
-__all__ = ["Companion", "abort", "kernel_device", "look", "touch", "watched"]
+__all__ = ["Companion", "abort", "bury", "kernel_device", "look", "touch", "watched"]
 
 LOOK_INTERVAL = 0.5  # seconds between two looks for watchers, at least
 LOOK_SHARE = 20  # and this many times what the last look took
 BATCH_PAUSE = 0.01  # seconds: the first announcement goes out at once, those that follow it closely go together
 DYING_LIMIT = 1.0  # seconds that the daemon's threads have to follow its main thread
+
+_GONE = -1
 
 _PR_SET_PDEATHSIG = 1
 _CLONE_NEWNS = 0x20000
@@ -123,18 +133,12 @@ def _runs_as_us(pid: str) -> bool:
 def touch(mountpoint: bytes, dev: int, path: bytes, mode: int) -> bool:
     """chmod `path` on the mount to `mode`, which it has already; True if that was done.
 
-    No link is followed and no other file system touched: the walk goes name by name with O_NOFOLLOW (so a path may
-    also be longer than PATH_MAX), and what it arrives at must be a file or directory on `dev`: if the mount is gone,
-    the walk ends in the directory below it. Descriptors are O_PATH, which sends no open to the daemon, and are
-    held for this call only: one kept longer would make the mount busy.
+    What `path` leads to must be a file or directory on `dev`: if the mount is gone, the walk ends in the directory
+    below it.
     """
     here = -1
     try:
-        here = os.open(mountpoint, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
-        for name in path.split(b"/") if path else ():
-            there = os.open(name, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=here)
-            os.close(here)
-            here = there
+        here = _walk(os.open(mountpoint, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC), path)
         status = os.fstat(here)
         if status.st_dev != dev or not (stat.S_ISREG(status.st_mode) or stat.S_ISDIR(status.st_mode)):
             return False
@@ -149,16 +153,64 @@ def touch(mountpoint: bytes, dev: int, path: bytes, mode: int) -> bool:
             os.close(here)
 
 
+def bury(mountpoint: bytes, dev: int, path: bytes, secret: bytes) -> bool:
+    """unlink `path`, which is gone already, on the mount whose daemon knows `secret` and us; True if it said yes."""
+    here = -1
+    try:
+        # From the proof on all goes through this descriptor: whatever is mounted there later, it is the same mount.
+        here = os.open(mountpoint, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+        if not secret or not _knows_us(here, secret):
+            return False
+        directory, _, name = path.rpartition(b"/")
+        root, here = here, -1
+        here = _walk(root, directory)
+        if os.fstat(here).st_dev != dev:  # something else is mounted inside our mount
+            return False
+        os.unlink(name, dir_fd=here)
+        return True
+    except OSError:
+        # As above: a hint. The name may be there again, which the daemon then says; its announcement follows.
+        return False
+    finally:
+        if here >= 0:
+            os.close(here)
+
+
+def _knows_us(root: int, secret: bytes) -> bool:
+    try:
+        os.stat(secret, dir_fd=root, follow_symlinks=False)
+    except OSError as error:
+        return error.errno == errno.ECANCELED
+    return False
+
+
+def _walk(here: int, path: bytes) -> int:
+    """A descriptor for `path` below the descriptor `here`, which is closed in any case.
+
+    No link is followed: the walk goes name by name with O_NOFOLLOW, so a path may also be longer than PATH_MAX.
+    Descriptors are O_PATH, which sends no open to the daemon, and are held for one call only: one kept longer would
+    make the mount busy.
+    """
+    for name in path.split(b"/") if path else ():
+        try:
+            there = os.open(name, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=here)
+        finally:
+            os.close(here)
+        here = there
+    return here
+
+
 class Companion:
     """The two threads' common state: `_pending`, guarded by `_changed`."""
 
-    def __init__(self, mountpoint: bytes, dev: int, daemon: int, shared: bool) -> None:
+    def __init__(self, mountpoint: bytes, dev: int, daemon: int, shared: bool, secret: bytes) -> None:
         self._mountpoint = mountpoint
         self._dev = dev
         self._daemon = daemon
         self._shared = shared
+        self._secret = secret
         self._changed = threading.Condition()
-        self._pending: dict[bytes, int] = {}
+        self._pending: dict[bytes, int] = {}  # path: mode, or _GONE
         self._next_look = 0.0
         self._somebody = False
 
@@ -167,7 +219,7 @@ class Companion:
         with self._changed:
             for message in messages:
                 mode, _, path = message.partition(b" ")
-                self._pending[path] = int(mode, 8)
+                self._pending[path] = _GONE if mode == b"gone" else int(mode, 8)
             self._changed.notify()
 
     def tell(self) -> None:
@@ -186,7 +238,10 @@ class Companion:
             self._next_look = ended + max(LOOK_INTERVAL, LOOK_SHARE * (ended - began))
         if self._somebody:
             for path, mode in batch.items():
-                touch(self._mountpoint, self._dev, path, mode)
+                if mode == _GONE:
+                    bury(self._mountpoint, self._dev, path, self._secret)
+                else:
+                    touch(self._mountpoint, self._dev, path, mode)
             time.sleep(BATCH_PAUSE)
 
     def listen(self, died: int) -> None:
@@ -253,7 +308,8 @@ def abort(dev: int) -> bool:
 
 def main(arguments: list[str]) -> None:
     """Never returns: the process ends with its standard input."""
-    mountpoint, dev, daemon, shared = os.fsencode(arguments[0]), int(arguments[1]), int(arguments[2]), arguments[3]
+    mountpoint, dev, daemon = os.fsencode(arguments[0]), int(arguments[1]), int(arguments[2])
+    shared, secret = arguments[3] == "shared", os.fsencode(arguments[4])
     # Only the second thread may take this signal: the main thread can be stuck, and the kernel would prefer it.
     signal.pthread_sigmask(signal.SIG_BLOCK, {_DAEMON_DIED})
     died, wake = os.pipe()
@@ -265,7 +321,7 @@ def main(arguments: list[str]) -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(_DAEMON_DIED))
     if os.getppid() != daemon:
         return  # it died before we asked to be told
-    companion = Companion(mountpoint, dev, daemon, shared == "shared")
+    companion = Companion(mountpoint, dev, daemon, shared, secret)
     threading.Thread(target=companion.listen, args=(died,), daemon=True).start()
     while True:
         companion.tell()
