@@ -267,7 +267,8 @@ class KernelResolver:
         if somebody holds a lease on it (fcntl(2), ``F_SETLEASE``): then it says EAGAIN instead of waiting for
         the lease to be broken, and the walk, which sees the type first, opens it as the caller asked.
         """
-        asked = flags | os.O_NONBLOCK if regular else flags
+        # O_PATH opens nothing, so it waits for no FIFO, and openat2 refuses it together with O_NONBLOCK.
+        asked = flags | os.O_NONBLOCK if regular and not flags & os.O_PATH else flags
         if not flags & os.O_CREAT:
             mode = 0  # openat2 rejects a mode that would have no effect
         try:

@@ -1,14 +1,15 @@
-"""What all parts of one mount share: the core's objects, the inode table, counters, and three ways of waiting.
+"""What all parts of one mount share: the core's objects, the inode table, counters, and how they wait.
 
 `MountContext` is built once by the server and handed to everybody; it owns nothing itself. All of it is used on the
 event loop's thread, except where a docstring says otherwise.
 
-Waiting
-    `hold_lock` waits for a path lock without holding up anybody else: the core's Acquisition takes one look per
-    step and never sleeps, the event loop sleeps between them.
-    `TreeGate` keeps directories where they are while a file below them changes: a save or a rename of a file
-    passes it *shared*, the rename or removal of a directory *exclusively*. So the path that a save locks is the
-    path it publishes at.
+How a name in the vault is changed
+    `while_locked` waits for path locks without holding up anybody else, and then runs the change as one *synchronous*
+    call, locks held, between two turns of the event loop. So no other handler sees a change half done, a lock of ours
+    is never seen standing by any handler, and no lock is held while something waits. The paths to lock are asked for
+    anew at each look, in the same turn: a directory above them that was renamed meanwhile is no race.
+
+How the disk is waited for
     `in_thread` is for what really waits: fsync, big copies. Everything else runs inline (performance.md: a hop
     costs more than most system calls).
 """
@@ -17,8 +18,8 @@ from __future__ import annotations
 
 import collections
 import logging
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, TypeVar, TypeVarTuple, Unpack
 
 import trio
@@ -28,7 +29,7 @@ from vaultfs.errors import LockBusyError, VaultGoneError
 if TYPE_CHECKING:
     from vaultfs.config import MountOptions
     from vaultfs.drafts import Drafts
-    from vaultfs.locks import Fence, HeldLock, PathLocks
+    from vaultfs.locks import Acquisition, Fence, HeldLock, PathLocks
     from vaultfs.mount.announce import Announcer
     from vaultfs.mount.inodes import InodeTable
     from vaultfs.mount.names import NamePolicy
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
     from vaultfs.root import VaultRoot
     from vaultfs.state import StateDirectory
 
-__all__ = ["MountContext", "TreeGate", "in_thread"]
+__all__ = ["MountContext", "in_thread"]
 
 log = logging.getLogger(__name__)
 
@@ -53,50 +54,13 @@ async def in_thread(call: Callable[[Unpack[_Arguments]], _Result], *arguments: *
     return await trio.to_thread.run_sync(call, *arguments, abandon_on_cancel=False)
 
 
-class TreeGate:
-    """Many may pass together, or one alone. Whoever wants to pass alone is not overtaken for ever."""
-
-    def __init__(self) -> None:
-        self._shared = 0
-        self._alone = False
-        self._waiting_alone = 0
-        self._changed = trio.Condition()
-
-    @asynccontextmanager
-    async def shared(self) -> AsyncIterator[None]:
-        if self._alone or self._waiting_alone:
-            async with self._changed:
-                while self._alone or self._waiting_alone:
-                    await self._changed.wait()
-                self._shared += 1
-        else:
-            self._shared += 1
-        try:
-            yield
-        finally:
-            self._shared -= 1
-            if self._waiting_alone:
-                with trio.CancelScope(shield=True):
-                    async with self._changed:
-                        self._changed.notify_all()
-
-    @asynccontextmanager
-    async def alone(self) -> AsyncIterator[None]:
-        self._waiting_alone += 1
-        try:
-            async with self._changed:
-                while self._alone or self._shared:
-                    await self._changed.wait()
-                self._alone = True
-        finally:
-            self._waiting_alone -= 1
-        try:
-            yield
-        finally:
-            self._alone = False
-            with trio.CancelScope(shield=True):
-                async with self._changed:
-                    self._changed.notify_all()
+@contextmanager
+def _releasing(held: list[HeldLock]) -> Iterator[None]:
+    """Release all of `held` at the end, each whatever the others do."""
+    with ExitStack() as stack:
+        for lock in held:
+            stack.callback(lock.release)
+        yield
 
 
 class MountContext:
@@ -124,7 +88,6 @@ class MountContext:
         self.redirects = redirects
         self.policy = policy
         self.fence = fence
-        self.gate = TreeGate()
         self.counters: collections.Counter[str] = collections.Counter()
         self.device = 0  # st_dev of the mount itself, known once it is mounted
         self.announcer: Announcer | None = None
@@ -144,38 +107,55 @@ class MountContext:
             log.error("the vault takes no more writes: %s", error)
             raise
 
-    async def hold_lock(self, path: bytes, timeout: float | None = None) -> HeldLock:
-        """The path lock of `path`, waited for without holding up others.
+    async def while_locked(
+        self, paths: Callable[[], Iterable[bytes]], change: Callable[[], _Result], *, timeout: float | None = None
+    ) -> _Result:
+        """Run `change` with the path locks of all `paths()` held; it must not wait for anything.
 
-        `timeout` is in seconds; None means the mount's `lock-timeout`. Raises LockBusyError at the deadline, and
-        what the core raises when something unsafe stands where the lock should be.
+        `timeout` is in seconds, for all locks together; None means the mount's `lock-timeout`. Locks are taken in byte
+        order, all or none: nobody waits for a lock while holding another, so two renames cannot wait for each other.
+
+        Raises LockBusyError at the deadline, FenceLostError, what the core raises when something unsafe stands where
+        a lock should be, and what `change` raises.
         """
-        acquisition = self.locks.begin(path, timeout)
+        limit = self.options.lock_timeout if timeout is None else timeout
+        deadline = trio.current_time() + limit
+        looks: dict[bytes, Acquisition] = {}
         try:
             while True:
-                step = acquisition.step()
+                wanted = sorted(set(paths()))
+                held, wait = self._take_all(wanted, looks, deadline)
+                if wait is None:
+                    with _releasing(held), self.changing():
+                        return change()
+                await trio.sleep(wait)
+        finally:
+            for look in looks.values():
+                look.cancel()
+
+    def _take_all(
+        self, wanted: list[bytes], looks: dict[bytes, Acquisition], deadline: float
+    ) -> tuple[list[HeldLock], float | None]:
+        """All locks of `wanted` and None, or none of them and the seconds to wait before the next look."""
+        with ExitStack() as stack:
+            held: list[HeldLock] = []
+            for path in wanted:
+                look = looks.get(path)
+                if look is None:
+                    look = looks[path] = self.locks.begin(path, max(0.0, deadline - trio.current_time()))
+                step = look.step()
                 if step is None:
                     self.counters["busy"] += 1
-                    raise LockBusyError(f"its lock is held by {acquisition.holder or 'somebody'}", path=path)
-                if not isinstance(step, float | int):
-                    return step
-                await trio.sleep(step)
-        finally:
-            acquisition.cancel()
-
-    @asynccontextmanager
-    async def locked(self, *paths: bytes, timeout: float | None = None) -> AsyncIterator[None]:
-        """Hold the path locks of all `paths`, taken in byte order under one deadline, released in any case."""
-        deadline = trio.current_time() + (self.options.lock_timeout if timeout is None else timeout)
-        held: list[HeldLock] = []
-        try:
-            for path in sorted(set(paths)):
-                held.append(await self.hold_lock(path, max(0.0, deadline - trio.current_time())))
-            with self.changing():
-                yield
-        finally:
-            for lock in reversed(held):
-                lock.release()
+                    raise LockBusyError(f"its lock is held by {look.holder or 'somebody'}", path=path)
+                if isinstance(step, float | int):
+                    return [], step
+                del looks[path]
+                held.append(step)
+                stack.callback(step.release)
+            if not all(lock.still_right() for lock in held):
+                return [], 0.0  # what stood in the way of a lock beside the file has gone: take that one
+            stack.pop_all()
+            return held, None
 
     @contextmanager
     def changing(self) -> Iterator[None]:

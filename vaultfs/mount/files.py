@@ -29,6 +29,7 @@ import os
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import pyfuse3
 
@@ -43,7 +44,7 @@ from vaultfs.errors import (
 from vaultfs.identity import FileIdentity
 from vaultfs.mount import procs
 from vaultfs.mount.context import MountContext, in_thread
-from vaultfs.mount.inodes import Directory, Draft, Handle, Inode, Link, LiveFile, Opener, Version
+from vaultfs.mount.inodes import Directory, Draft, Handle, Inode, Link, LiveFile, Name, Opener, Version
 from vaultfs.mount.names import SQLITE_HEADER, is_database
 from vaultfs.mount.saves import Saves
 from vaultfs.mount.tree import Tree
@@ -260,7 +261,7 @@ class Files:
         """Open a name that did not exist when the kernel looked (open(2) with O_CREAT)."""
         context = self._context
         path = parent.path_of(name)
-        await self._tree.assert_name_is_free(path)
+        self._tree.assert_name_is_free(path)
         context.assert_writable()
         if context.options.ro:
             raise OSError(errno.EROFS, os.strerror(errno.EROFS), path)
@@ -280,10 +281,11 @@ class Files:
         opener = self._saves.opener(ctx.pid)
         claim: FileIdentity | None = None
         if exclusive:
-            async with entry.saving, context.gate.shared(), context.locked(path):
-                if entry.shown_draft is not None or not entry.linked:
-                    raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), path)
-                claim = self._make_claim(path, mode, ctx, status_above, opener)
+            async with entry.saving:
+                claim = await context.while_locked(
+                    lambda: (parent.path_of(name),),
+                    partial(self._make_claim, entry, parent, name, mode, ctx, status_above, opener),
+                )
         if entry.shown_draft is not None:
             if claim is None:
                 raise LookAgainError("somebody made it a moment ago")
@@ -315,9 +317,19 @@ class Files:
         return self._register(handle, keep_cache=True), self._tree.entry(draft, None)
 
     def _make_claim(
-        self, path: bytes, mode: int, ctx: pyfuse3.RequestContext, above: os.stat_result, opener: Opener
+        self,
+        entry: Name,
+        parent: Directory,
+        name: bytes,
+        mode: int,
+        ctx: pyfuse3.RequestContext,
+        above: os.stat_result,
+        opener: Opener,
     ) -> FileIdentity:
         """The empty file by which O_EXCL claims a name in the vault; the path lock is held."""
+        path = parent.path_of(name)
+        if entry.shown_draft is not None or not entry.linked:
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), path)
         context = self._context
         descriptor = context.root.open_file(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, stat.S_IMODE(mode))
         try:
@@ -386,11 +398,11 @@ class Files:
     async def write(self, number: int, offset: int, data: bytes) -> int:
         handle = self._handles[number]
         inode = handle.inode
+        if isinstance(inode, Draft) and offset == 0 and inode.kind == "new" and data.startswith(SQLITE_HEADER):
+            await self._become_live(inode)
+        inode = handle.inode  # it may have become live
         if isinstance(inode, Draft):
-            if offset == 0 and inode.kind == "new" and data.startswith(SQLITE_HEADER):
-                await self._become_live(inode)
-            else:
-                return await self._saves.write(handle, inode, offset, data)
+            return await self._saves.write(handle, inode, offset, data)
         descriptor = handle.descriptor
         assert descriptor is not None
         if handle.append:
@@ -403,25 +415,27 @@ class Files:
         name = draft.name
         if name is None or name.claim is not None or draft.file is None:
             return
-        async with name.saving, context.gate.shared():
-            path = name.path()
-            async with context.locked(path):
-                if draft.name is not name or draft.file is None:
-                    return
-                file = draft.file
-                metadata = self._saves.metadata(draft)
-                try:
-                    publish_new(context.root, context.drafts, file, path, metadata, self._saves.durability(path))
-                except PublishError:
-                    return  # the name was taken in the vault: an ordinary draft, which displaces nothing unseen
-                draft.file = None
-                status = os.fstat(file.fd)
-                handles = list(draft.handles)
-                for handle in handles:
-                    handle.descriptor = os.open(f"/proc/self/fd/{file.fd}", os.O_RDWR | os.O_CLOEXEC)
-                file.close()
-                draft.changed = False
-                context.inodes.became_live(draft, name, status)
+        async with name.saving:
+            await context.while_locked(lambda: (name.path(),), partial(self._publish_as_live, draft, name))
+
+    def _publish_as_live(self, draft: Draft, name: Name) -> None:
+        context = self._context
+        if draft.name is not name or draft.file is None:
+            return
+        file, path = draft.file, name.path()
+        try:
+            publish_new(
+                context.root, context.drafts, file, path, self._saves.metadata(draft), self._saves.durability(path)
+            )
+        except PublishError:
+            return  # the name was taken in the vault: an ordinary draft, which displaces nothing unseen
+        draft.file = None
+        status = os.fstat(file.fd)
+        for handle in draft.handles:
+            handle.descriptor = os.open(f"/proc/self/fd/{file.fd}", os.O_RDWR | os.O_CLOEXEC)
+        file.close()
+        draft.changed = False
+        context.inodes.became_live(draft, name, status)
 
     async def flush(self, number: int) -> None:
         handle = self._handles[number]

@@ -320,6 +320,7 @@ class Draft(Inode):
 
     __slots__ = (
         "append_from",
+        "backing_number",
         "base",
         "base_mode",
         "began",
@@ -362,6 +363,7 @@ class Draft(Inode):
             self.base.users += 1
         self.writer = writer
         self.file: DraftFile | None = None
+        self.backing_number = 0  # of the staging file: it becomes the version's own
         self.changed = kind == "new"
         self.writes = 0
         self.size = self.base.identity.size if self.base is not None else 0
@@ -402,7 +404,7 @@ class Draft(Inode):
         """The inode number that a `stat` of the draft's path reports now."""
         if self.name is not None and self.name.version is not None:
             return self.name.version.number
-        return self.number
+        return self.backing_number or self.number
 
     def rebase(self, version: Version | None) -> None:
         """Go on from `version`: what is read before the next change, and what the next publish compares with."""
@@ -414,10 +416,16 @@ class Draft(Inode):
         self.base = version
         self.began = version.identity if version is not None else None
 
-    def written(self, offset: int, length: int) -> None:
-        """Note a change of `length` bytes at `offset` (before `size` is raised)."""
+    def written(self, offset: int, length: int, *, appending: bool) -> None:
+        """Note a change of `length` bytes at `offset` (before `size` is raised).
+
+        What is written to an empty file is only an append if the program asked to append: otherwise it is a whole
+        new content, which must not be added to what somebody else saved meanwhile.
+        """
         if offset != self.size:
             self.front_to_back = False
+            self.append_from = None
+        elif self.append_from == 0 and not appending:
             self.append_from = None
         self.size = max(self.size, offset + length)
         self.touch()

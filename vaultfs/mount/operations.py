@@ -118,7 +118,7 @@ class Operations(pyfuse3.Operations):
     async def rmdir(self, parent_inode: int, name: bytes, ctx: pyfuse3.RequestContext) -> None:
         self._other_request(ctx.pid)
         self._assert_writable_mount()
-        await self._tree.remove_directory(self._directory(parent_inode), name)
+        self._tree.remove_directory(self._directory(parent_inode), name)
 
     @guarded
     async def unlink(self, parent_inode: int, name: bytes, ctx: pyfuse3.RequestContext) -> None:

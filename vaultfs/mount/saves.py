@@ -15,10 +15,9 @@ RELEASE of the last handle is the net under it all. A draft that could not be pu
 `refused`, and is tried again (`retry_refused`) until it is in or the name has changed; then it is kept on disk and
 listed by `vaultfs drafts`.
 
-Publishing (`_publish_at`) holds, in this order: the name's `saving` lock (one change of a name at a time within the
-daemon), the tree gate (directories stay where they are), the path lock (everybody else). The draft's data is synced
-before the path lock is taken; between the path lock and its release nothing awaits except a second sync, so that what
-is decided about the name holds until it is done.
+Publishing (`_publish_at`) holds the name's `saving` lock (one change of a name at a time within the daemon). The
+draft's data is synced, then the path lock is waited for; from getting it to releasing it nothing awaits, so what is
+decided about the name holds until it is done.
 
 Sources of the rules: versions-and-drafts.md, "When a save is complete"; contract.md, promises 2 to 5.
 """
@@ -31,6 +30,7 @@ import os
 import signal
 import stat
 import time
+from functools import partial
 
 import trio
 
@@ -177,6 +177,7 @@ class Saves:
                 file.discard()
                 raise
             draft.file = file
+            draft.backing_number = file.record.ino
 
     async def write(self, handle: Handle, draft: Draft, offset: int, data: bytes) -> int:
         """Write to the draft; on O_APPEND handles at the end of its content, whatever the kernel believes."""
@@ -188,7 +189,7 @@ class Saves:
         if handle.append:
             offset = draft.size
         written = os.pwrite(draft.file.fd, data, offset)
-        draft.written(offset, written)
+        draft.written(offset, written, appending=handle.append)
         draft.times_set = False
         if handle.syncing:
             await self._make_durable(draft)
@@ -338,7 +339,7 @@ class Saves:
             if name is None:  # unlinked: its content goes with its last handle
                 draft.changed = False
                 return
-            async with name.saving, self._context.gate.shared():
+            async with name.saving:
                 if draft.name is not name:
                     continue  # renamed while we waited
                 if not draft.changed:
@@ -385,30 +386,37 @@ class Saves:
             self._adopt_claim(name, draft, path)
             return
         await self.prepare(draft)
-        file = draft.file
-        assert file is not None
         durability = self.durability(path)
-        synced = -1
-        for _ in range(SYNC_ATTEMPTS):
-            if durability is Durability.RELAXED or synced == draft.writes:
-                break
-            synced = draft.writes
-            await in_thread(sync_draft, file, durability)
-        async with context.locked(path):
-            if draft.name is not name or draft.file is not file:
-                return  # unlinked meanwhile
-            if durability is not Durability.RELAXED and synced != draft.writes:
+        for attempt in range(SYNC_ATTEMPTS):
+            file, writes = draft.file, draft.writes
+            if file is None:
+                return
+            if durability is not Durability.RELAXED:
                 await in_thread(sync_draft, file, durability)
-                if draft.name is not name:
-                    return
-            if name.version is not None:
-                name.version.hold(context.root)
-            try:
-                published = self._put(name, draft, path, durability, late=late)
-            except ConflictError:
-                self._after_conflict(name, draft, path)
-                raise
-            self._after_publish(name, draft, path, published)
+            put = partial(self._put_if_unchanged, name, draft, writes, late=late, last=attempt == SYNC_ATTEMPTS - 1)
+            if await context.while_locked(lambda: (name.path(),), put):
+                return
+
+    def _put_if_unchanged(self, name: Name, draft: Draft, writes: int, *, late: bool, last: bool) -> bool:
+        """Publish, with the path lock held. False if the draft was written to since it was synced: sync it again."""
+        context = self._context
+        if draft.name is not name or draft.file is None:
+            return True  # unlinked while we waited
+        path = name.path()
+        durability = self.durability(path)
+        if draft.writes != writes and durability is not Durability.RELAXED:
+            if not last:
+                return False
+            sync_draft(draft.file, durability)  # somebody writes all the time: once more, here, and that is it
+        if name.version is not None:
+            name.version.hold(context.root)
+        try:
+            published = self._put(name, draft, path, durability, late=late)
+        except ConflictError:
+            self._after_conflict(name, draft, path)
+            raise
+        self._after_publish(name, draft, path, published)
+        return True
 
     @staticmethod
     def metadata(draft: Draft) -> Metadata:

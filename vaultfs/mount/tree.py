@@ -5,9 +5,9 @@ stands at a name is one of: a directory, a link, a regular file (its Version, Li
 thread was redirected to), a draft of a name that was never published, or nothing. Hidden are the state directory,
 staging names, and path locks (`NamePolicy`).
 
-Changes to a name hold the Name's `saving` lock and the path lock; names are locked in byte order of their paths, so
-two renames cannot wait for each other. Changes to a directory pass the tree gate alone. Before a Version loses its
-name it is held open (`Version.hold`).
+Changes to a name hold the Name's `saving` lock, taken in byte order of the paths, and then the path lock, under which
+the change itself is one synchronous step (`MountContext.while_locked`). Before a Version loses its name it is held
+open (`Version.hold`).
 
 A file that was made with O_CREAT alone exists on the mount and not in the vault; one made with O_EXCL stands in the
 vault as an empty *claim*, because programs use that as a lock. Neither counts as published.
@@ -44,7 +44,7 @@ from vaultfs.mount.saves import Saves
 
 __all__ = ["DirectoryListing", "Tree"]
 
-OWN_LOCK_PAUSE = 0.002  # seconds between looks while a lock of our own stands where a program wants to make a name
+LOCK_BELOW_PAUSE = 0.05  # seconds between looks for them
 LOCKS_BELOW_LIMIT = 20_000  # entries looked at for foreign locks when a directory is renamed or removed
 
 
@@ -155,8 +155,6 @@ class Tree:
                 return None  # recognized by its inode as well as by its name
             if status.st_dev != context.root.dev:
                 return inodes.link_at(parent, name, status)  # something is mounted there: listed, not entered
-            if context.policy.may_be_lock_directory(name) and context.locks.is_ours(path):
-                return None
             return inodes.directory_at(parent, name, status)
         return inodes.link_at(parent, name, status)
 
@@ -327,23 +325,17 @@ class Tree:
 
     # --- making names -------------------------------------------------------------------------------------------
 
-    async def assert_name_is_free(self, path: bytes) -> None:
-        """Raises ReservedNameError for machinery; waits while a path lock of our own stands there."""
-        context = self._context
-        if context.policy.is_machinery(path):
+    def assert_name_is_free(self, path: bytes) -> None:
+        """Raises ReservedNameError for machinery. A path lock of our own is never seen standing (`while_locked`)."""
+        if self._context.policy.is_machinery(path):
             raise ReservedNameError(path=path)
-        deadline = trio.current_time() + context.options.lock_timeout
-        while context.locks.is_ours(path):
-            if trio.current_time() > deadline:
-                raise ReservedNameError("it is the lock of a save that is under way", path=path)
-            await trio.sleep(OWN_LOCK_PAUSE)
 
     async def make_directory(
         self, parent: Directory, name: bytes, mode: int, uid: int, gid: int
     ) -> pyfuse3.EntryAttributes:
         context = self._context
         path = parent.path_of(name)
-        await self.assert_name_is_free(path)
+        self.assert_name_is_free(path)
         context.assert_writable()
         child = parent.children.get(name)
         if isinstance(child, Name) and child.shown_draft is not None:
@@ -403,48 +395,51 @@ class Tree:
     # --- removing names -----------------------------------------------------------------------------------------
 
     @asynccontextmanager
-    async def _changing(self, *names: Name) -> AsyncIterator[None]:
-        """Hold the `saving` locks of `names`, in byte order of their paths, below a shared pass of the gate."""
+    async def _saving(self, *names: Name) -> AsyncIterator[None]:
+        """Hold the `saving` locks of `names`, in byte order of their paths."""
         async with AsyncExitStack() as stack:
             for name in sorted(set(names), key=lambda one: one.path()):
                 await stack.enter_async_context(name.saving)
-            await stack.enter_async_context(self._context.gate.shared())
             yield
 
     async def unlink(self, parent: Directory, name: bytes) -> None:
         context = self._context
         path = parent.path_of(name)
-        if context.policy.is_machinery(path):
-            raise ReservedNameError(path=path)
+        self.assert_name_is_free(path)
         context.assert_writable()
         child = parent.children.get(name)
         if not isinstance(child, Name):
             status = context.root.stat(path)
             if not stat.S_ISREG(status.st_mode):
-                context.root.unlink(path)
+                with context.changing():
+                    context.root.unlink(path)
                 context.inodes.drop(parent, name)
                 return
             child = context.inodes.name_at(parent, name)
-        async with self._changing(child):
-            path = child.path()
+        async with self._saving(child):
             if not child.linked:
                 raise _absent(path)
-            shown = child.shown_draft
-            if child.live is not None or context.policy.is_protocol_file(parent.name, name):
-                context.root.unlink(path)
-            elif shown is not None and child.claim is None and not context.root.exists(path):
-                pass  # it was never in the vault
+            path = child.path()
+            remove = partial(self._remove_file, child)
+            never_in_vault = child.shown_draft is not None and child.claim is None and not context.root.exists(path)
+            if never_in_vault or child.live is not None or context.policy.is_protocol_file(parent.name, name):
+                remove()
             else:
-                async with context.locked(path):
-                    if child.version is not None:
-                        child.version.hold(context.root)
-                    context.root.unlink(path, missing_ok=child.claim is not None)
-            if child.claim is not None:
-                context.drafts.unclaim(path)
-            self._unname_drafts(child)
-            context.inodes.vanished(child)
-            child.linked = False
-            child.detach()
+                await context.while_locked(lambda: (child.path(),), remove)
+
+    def _remove_file(self, name: Name) -> None:
+        context = self._context
+        path = name.path()
+        if name.version is not None:
+            name.version.hold(context.root)
+        with context.changing():
+            context.root.unlink(path, missing_ok=name.shown_draft is not None)
+        if name.claim is not None:
+            context.drafts.unclaim(path)
+        self._unname_drafts(name)
+        context.inodes.vanished(name)
+        name.linked = False
+        name.detach()
 
     def _unname_drafts(self, name: Name) -> None:
         """The name is gone: its drafts live on for those who have them open, and go with their last handle."""
@@ -459,26 +454,27 @@ class Tree:
                 self._context.inodes.end_draft(draft)
         name.edit = None
 
-    async def remove_directory(self, parent: Directory, name: bytes) -> None:
+    def remove_directory(self, parent: Directory, name: bytes) -> None:
         context = self._context
         path = parent.path_of(name)
-        if context.policy.is_machinery(path):
-            raise ReservedNameError(path=path)
+        self.assert_name_is_free(path)
         context.assert_writable()
-        async with context.gate.alone():
-            child = parent.children.get(name)
-            if isinstance(child, Directory) and any(
-                isinstance(one, Name) and one.shown_draft is not None for one in child.children.values()
-            ):
-                raise OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY), path)
+        child = parent.children.get(name)
+        if isinstance(child, Directory) and self._has_unpublished(child):
+            raise OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY), path)
+        with context.changing():
             try:
                 context.root.rmdir(path)
             except OSError as error:
                 if error.errno != errno.ENOTEMPTY or not self._only_machinery(path):
                     raise
-                await self._clear_machinery(path)
+                self._clear_machinery(path)
                 context.root.rmdir(path)
-            context.inodes.drop(parent, name)
+        context.inodes.drop(parent, name)
+
+    @staticmethod
+    def _has_unpublished(directory: Directory) -> bool:
+        return any(isinstance(one, Name) and one.shown_draft is not None for one in directory.children.values())
 
     def _only_machinery(self, path: bytes) -> bool:
         context = self._context
@@ -489,13 +485,15 @@ class Tree:
             for name, status in context.root.scandir(path)
         )
 
-    async def _clear_machinery(self, path: bytes) -> None:
-        """Remove stale lock residue in a directory that holds nothing else; a live lock is EBUSY."""
+    def _clear_machinery(self, path: bytes) -> None:
+        """Remove stale lock residue in a directory that holds nothing else. Raises LockBusyError for a live lock."""
         for name in self._context.root.listdir(path):
-            if not name.endswith(b".lock"):
-                continue
-            async with self._context.locked(path + b"/" + name.removesuffix(b".lock")):
-                pass  # having got it proves that nobody holds it; releasing it removes it
+            if name.endswith(b".lock"):
+                file = path + b"/" + name.removesuffix(b".lock")
+                lock = self._context.locks.try_acquire(file)
+                if lock is None:
+                    raise LockBusyError("a lock in the directory is held", path=file)
+                lock.release()  # having got it proves that nobody held it, and releasing it removes it
 
     # --- renaming -----------------------------------------------------------------------------------------------
 
@@ -505,7 +503,7 @@ class Tree:
             raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
         old_path, new_path = old_parent.path_of(old), new_parent.path_of(new)
         for path in (old_path, new_path):
-            await self.assert_name_is_free(path)
+            self.assert_name_is_free(path)
         context.assert_writable()
         source = old_parent.children.get(old)
         if isinstance(source, Name) and source.shown_draft is not None:
@@ -515,8 +513,7 @@ class Tree:
         if stat.S_ISREG(status.st_mode):
             await self._rename_file(old_parent, old, new_parent, new, flags)
         elif stat.S_ISDIR(status.st_mode):
-            async with context.gate.alone():
-                await self._rename_directory(old_parent, old, new_parent, new, flags)
+            await self._rename_directory(old_parent, old, new_parent, new, flags)
         else:
             await self._rename_link(old_parent, old, new_parent, new, flags)
 
@@ -548,24 +545,30 @@ class Tree:
         if source is target:
             return
         await self._publish_finished(source)
-        async with self._changing(source, target):
-            if not source.linked:
-                raise _absent(old_parent.path_of(old))
-            old_path, new_path = source.path(), target.path()
-            target_shown = target.shown_draft is not None
-            if flags & pyfuse3.RENAME_NOREPLACE and target_shown:
-                raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), new_path)
-            if flags & pyfuse3.RENAME_EXCHANGE and (target_shown or source.shown_draft is not None):
-                raise OSError(errno.EINVAL, "a file that was never published cannot be exchanged", new_path)
-            protocol = context.policy.is_protocol_file(old_parent.name, old)
-            locked = () if protocol else (old_path, new_path)
-            async with context.locked(*locked):
-                if source.shown_draft is not None:
-                    self._move_unpublished(source, target, old_path, new_path, flags)
-                elif flags & pyfuse3.RENAME_EXCHANGE:
-                    self._exchange_files(source, target, old_path, new_path)
-                else:
-                    self._move_published(source, target, old_path, new_path, flags)
+        async with self._saving(source, target):
+            move = partial(self._move_file, source, target, flags)
+            if context.policy.is_protocol_file(old_parent.name, old):
+                move()
+            else:
+                await context.while_locked(lambda: (source.path(), target.path()), move)
+
+    def _move_file(self, source: Name, target: Name, flags: int) -> None:
+        """The rename itself; both path locks are held."""
+        old_path, new_path = source.path(), target.path()
+        if not source.linked:
+            raise _absent(old_path)
+        unpublished = source.shown_draft is not None
+        target_shown = target.shown_draft is not None
+        if flags & pyfuse3.RENAME_NOREPLACE and target_shown:
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), new_path)
+        if flags & pyfuse3.RENAME_EXCHANGE and (target_shown or unpublished):
+            raise OSError(errno.EINVAL, "a file that was never published cannot be exchanged", new_path)
+        if unpublished:
+            self._move_unpublished(source, target, old_path, new_path, flags)
+        elif flags & pyfuse3.RENAME_EXCHANGE:
+            self._exchange_files(source, target, old_path, new_path)
+        else:
+            self._move_published(source, target, old_path, new_path, flags)
 
     async def _publish_finished(self, name: Name) -> None:
         """A draft that is finished but not in yet is published before its name moves."""
@@ -702,8 +705,10 @@ class Tree:
                 raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), new_path)
             if target.version is not None:
                 target.version.hold(context.root)
-        async with context.locked(new_path):
-            context.root.rename(old_parent.path_of(old), new_path, flags)
+        await context.while_locked(
+            lambda: (new_parent.path_of(new),),
+            lambda: context.root.rename(old_parent.path_of(old), new_parent.path_of(new), flags),
+        )
         if target is not None:
             self._unname_drafts(target)
         context.inodes.drop(old_parent, old)
@@ -712,25 +717,29 @@ class Tree:
     async def _rename_directory(
         self, old_parent: Directory, old: bytes, new_parent: Directory, new: bytes, flags: int
     ) -> None:
-        """The gate is passed alone: no save is under way anywhere."""
+        context = self._context
+        move = partial(self._move_directory, old_parent, old, new_parent, new, flags)
+        if context.policy.may_be_lock_directory(old) and is_lock_directory(context.root, old_parent.path_of(old)):
+            with context.changing():
+                move()
+        else:
+            deadline = trio.current_time() + context.options.lock_timeout
+            while (held := self._lock_below(old_parent.path_of(old))) is not None:
+                if trio.current_time() > deadline:
+                    raise held
+                await trio.sleep(LOCK_BELOW_PAUSE)
+            await context.while_locked(lambda: (old_parent.path_of(old), new_parent.path_of(new)), move)
+
+    def _move_directory(self, old_parent: Directory, old: bytes, new_parent: Directory, new: bytes, flags: int) -> None:
         context = self._context
         old_path, new_path = old_parent.path_of(old), new_parent.path_of(new)
-        source = old_parent.children.get(old)
-        protocol = context.policy.may_be_lock_directory(old) and is_lock_directory(context.root, old_path)
-        target = new_parent.children.get(new)
+        source, target = old_parent.children.get(old), new_parent.children.get(new)
         if isinstance(target, Name) and target.shown_draft is not None:
             number = errno.EEXIST if flags & pyfuse3.RENAME_NOREPLACE else errno.ENOTDIR
             raise OSError(number, os.strerror(number), new_path)
-        if isinstance(target, Directory) and not flags:
-            for child in target.children.values():
-                if isinstance(child, Name) and child.shown_draft is not None:
-                    raise OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY), new_path)
-        if protocol:
-            context.root.rename(old_path, new_path, flags)
-        else:
-            self._assert_no_locks_below(old_path)
-            async with context.locked(old_path, new_path):
-                context.root.rename(old_path, new_path, flags)
+        if isinstance(target, Directory) and not flags and self._has_unpublished(target):
+            raise OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY), new_path)
+        context.root.rename(old_path, new_path, flags)
         if flags & pyfuse3.RENAME_EXCHANGE:
             self._exchanged(old_parent, old, new_parent, new)
         else:
@@ -754,8 +763,8 @@ class Tree:
                 child.parent, child.name = parent, name
                 parent.children[name] = child
 
-    def _assert_no_locks_below(self, path: bytes) -> None:
-        """Raises LockBusyError if somebody else holds a lock in the directory: its owner could not find it again."""
+    def _lock_below(self, path: bytes) -> LockBusyError | None:
+        """The error for a lock that somebody else holds in the directory, whose owner could not find it again."""
         context = self._context
         pending, looked_at = [path], 0
         while pending and looked_at < LOCKS_BELOW_LIMIT:
@@ -772,8 +781,9 @@ class Tree:
                 if name.endswith(b".lock"):
                     report = context.locks.inspect(below.removesuffix(b".lock"))
                     if report is not None and report.verdict in ("alive", "unknown"):
-                        raise LockBusyError(f"a lock below it is held: {report.evidence}", path=below)
+                        return LockBusyError(f"a lock below it is held: {report.evidence}", path=below)
                 pending.append(below)
+        return None
 
     # --- outside changes ----------------------------------------------------------------------------------------
 
