@@ -49,15 +49,21 @@ class Metadata(msgspec.Struct, frozen=True):
 
     mode: the draft's permission bits, or those asked for a new file (None: the target's, or 0666 less `umask`).
     base_mode: what `mode` was when the draft began; only a `mode` that differs from it is the program's own wish.
-    uid, gid: the owner of a new file (None: the publisher's own). umask: of the program that makes a new file; 0
-    if `mode` has it taken off already.
+    uid, gid: the owner of a new file (None: the publisher's own). base_uid, base_gid: what they were when the draft
+    began; where one is given and differs, the program changed the owner, also of a file that it replaces.
+    umask: of the program that makes a new file; 0 if `mode` has it taken off already.
+    own_attributes: names of extended attributes (the ACL among them) that the program itself set on the draft, or
+    removed from it: they stay as they are.
     """
 
     mode: int | None = None
     base_mode: int | None = None
     uid: int | None = None
     gid: int | None = None
+    base_uid: int | None = None
+    base_gid: int | None = None
     umask: int = 0o022
+    own_attributes: frozenset[str] = frozenset()
 
 
 def dress_as_replacement(
@@ -68,14 +74,12 @@ def dress_as_replacement(
     `target` is a descriptor of that file (None if it cannot be read), `status` its stat. Raises OSError: EPERM where
     the owner cannot be kept, ENOSPC for attributes.
     """
-    if (now.st_uid, now.st_gid) != (status.st_uid, status.st_gid):
-        os.fchown(
-            fd,
-            status.st_uid if now.st_uid != status.st_uid else -1,
-            status.st_gid if now.st_gid != status.st_gid else -1,
-        )
+    uid = meta.uid if meta.uid is not None and meta.base_uid not in (None, meta.uid) else status.st_uid
+    gid = meta.gid if meta.gid is not None and meta.base_gid not in (None, meta.gid) else status.st_gid
+    if (now.st_uid, now.st_gid) != (uid, gid):
+        os.fchown(fd, uid if now.st_uid != uid else -1, gid if now.st_gid != gid else -1)
     if target is not None:
-        _transfer(fd, target)
+        _transfer(fd, target, meta.own_attributes)
     mode = stat.S_IMODE(status.st_mode)
     if meta.mode is not None and meta.mode != meta.base_mode:
         mode = meta.mode & 0o7777
@@ -95,11 +99,11 @@ def _wanted(name: str) -> bool:
     return name == _ACCESS or (name.startswith("user.") and not name.startswith(OWN_XATTR_PREFIX))
 
 
-def _transfer(fd: int, target: int) -> None:
-    """Make `fd` have those attributes of `target` that go over to a new version, and no others of their kind."""
-    wanted = [name for name in _attributes(target) if _wanted(name)]
+def _transfer(fd: int, target: int, own: frozenset[str]) -> None:
+    """Make `fd` have those attributes of `target` that go over to a new version, and no others but its `own`."""
+    wanted = [name for name in _attributes(target) if _wanted(name) and name not in own]
     for name in _attributes(fd):
-        if _wanted(name) and name not in wanted:  # left from an earlier try against another target
+        if _wanted(name) and name not in wanted and name not in own:  # left from an earlier try against another target
             os.removexattr(fd, name)
     for name in wanted:
         try:

@@ -294,14 +294,11 @@ class Files:
             entry = context.inodes.name_at(parent, name)
         entry.claim = claim
         draft = context.inodes.new_draft(entry, "new", None, opener)
-        draft.mode = draft.base_mode = stat.S_IMODE(mode)
         draft.umask = ctx.umask
-        if os.geteuid() == 0:
-            draft.uid = ctx.uid
-            draft.gid = status_above.st_gid if status_above.st_mode & stat.S_ISGID else ctx.gid
-        else:
-            draft.uid = os.geteuid()
-            draft.gid = status_above.st_gid if status_above.st_mode & stat.S_ISGID else os.getegid()
+        as_root = os.geteuid() == 0
+        own_group = ctx.gid if as_root else os.getegid()
+        group = status_above.st_gid if status_above.st_mode & stat.S_ISGID else own_group
+        draft.take_metadata(stat.S_IMODE(mode), ctx.uid if as_root else os.geteuid(), group)
         draft.opened_by_dying = procs.is_dumping_core(ctx.pid)
         try:
             await self._saves.prepare(draft)
@@ -680,6 +677,9 @@ class Files:
             # tell them that the file system has no attributes at all.
             number = errno.ENODATA if name.startswith((b"security.", b"user.")) else errno.EOPNOTSUPP
             raise OSError(number, os.strerror(number))
+        below = self._version_below(inode)
+        if below is not None and os.fsdecode(name) not in self._own_attributes(inode):
+            inode = below
         with self._xattr_path(inode, change=False) as path:
             return os.getxattr(path, name)
 
@@ -687,17 +687,58 @@ class Files:
         if isinstance(inode, Link):
             return []
         with self._xattr_path(inode, change=False) as path:
-            return [encoded for name in os.listxattr(path) if self._passes(encoded := os.fsencode(name))]
+            names = os.listxattr(path)
+        below = self._version_below(inode)
+        if below is not None:
+            own = self._own_attributes(inode)
+            with self._xattr_path(below, change=False) as path:
+                names = [
+                    *(name for name in names if name in own),
+                    *(one for one in os.listxattr(path) if one not in own),
+                ]
+        return [encoded for name in names if self._passes(encoded := os.fsencode(name))]
+
+    @staticmethod
+    def _version_below(inode: Inode) -> Version | None:
+        """The version whose attributes a draft will take over when it is published."""
+        if isinstance(inode, Draft) and inode.file is not None and inode.name is not None:
+            return inode.name.version
+        return None
+
+    @staticmethod
+    def _own_attributes(inode: Inode) -> set[str]:
+        return inode.own_attributes if isinstance(inode, Draft) else set()
 
     def set_xattr(self, inode: Inode, name: bytes, value: bytes) -> None:
         self._assert_xattr_may_change(name)
         for path in self._xattr_targets(inode):
             os.setxattr(path, name, value)
+        self._note_attribute(inode, name)
 
     def remove_xattr(self, inode: Inode, name: bytes) -> None:
         self._assert_xattr_may_change(name)
+        below = self._version_below(inode)
         for path in self._xattr_targets(inode):
-            os.removexattr(path, name)
+            try:
+                os.removexattr(path, name)
+            except OSError as error:
+                # A draft has none of its own but will take its version's over: noted, so that it does not.
+                if error.errno != errno.ENODATA or below is None or os.fsdecode(name) in self._own_attributes(inode):
+                    raise
+                self.get_xattr(below, name)
+        self._note_attribute(inode, name)
+
+    @staticmethod
+    def _note_attribute(inode: Inode, name: bytes) -> None:
+        """What the program itself set on a draft is published with it; an ACL says what the mode is, too."""
+        drafts = [inode] if isinstance(inode, Draft) else []
+        if isinstance(inode, Version):
+            drafts = list(inode.name.drafts)
+        for draft in drafts:
+            if draft.file is not None:
+                draft.own_attributes.add(os.fsdecode(name))
+                if name == _ACL_XATTRS[0]:
+                    draft.mode = stat.S_IMODE(os.fstat(draft.file.fd).st_mode)
 
     def _assert_xattr_may_change(self, name: bytes) -> None:
         if self._context.options.ro:

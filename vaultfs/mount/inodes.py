@@ -322,7 +322,9 @@ class Draft(Inode):
         "append_from",
         "backing_number",
         "base",
+        "base_gid",
         "base_mode",
+        "base_uid",
         "began",
         "changed",
         "copy_seconds",
@@ -338,6 +340,7 @@ class Draft(Inode):
         "mode",
         "name",
         "opened_by_dying",
+        "own_attributes",
         "preparing",
         "promises",
         "published",
@@ -371,9 +374,12 @@ class Draft(Inode):
         self.diverged = False
         self.front_to_back = True
         self.mode: int | None = None
-        self.base_mode: int | None = None
         self.uid: int | None = None
         self.gid: int | None = None
+        self.base_mode: int | None = None  # what these three were when the draft began, or was last published
+        self.base_uid: int | None = None
+        self.base_gid: int | None = None
+        self.own_attributes: set[str] = set()  # extended attributes that the program itself set on the draft
         self.umask = 0
         self.times_set = False  # the writer itself set the times: a late publish leaves them
         self.touched = False  # a new file's mode, owner, times or xattrs were changed since it was made
@@ -439,6 +445,12 @@ class Draft(Inode):
             self.append_from = None
         self.size = size
         self.touch()
+
+    def take_metadata(self, mode: int, uid: int, gid: int) -> None:
+        """Start from this mode and owner: only what differs from them at the publish is the program's own wish."""
+        self.mode = self.base_mode = mode
+        self.uid = self.base_uid = uid
+        self.gid = self.base_gid = gid
 
     def touch(self) -> None:
         self.changed = True

@@ -118,11 +118,12 @@ class Saves:
     @staticmethod
     def _take_metadata(draft: Draft, version: Version | None, shown: Draft | None) -> None:
         if version is not None:
-            draft.mode = draft.base_mode = stat.S_IMODE(version.stat.st_mode)
-            draft.uid, draft.gid = version.stat.st_uid, version.stat.st_gid
+            draft.take_metadata(stat.S_IMODE(version.stat.st_mode), version.stat.st_uid, version.stat.st_gid)
         elif shown is not None:
-            draft.mode = draft.base_mode = shown.mode
-            draft.uid, draft.gid, draft.umask = shown.uid, shown.gid, shown.umask
+            draft.mode, draft.base_mode = shown.mode, shown.base_mode
+            draft.uid, draft.base_uid = shown.uid, shown.base_uid
+            draft.gid, draft.base_gid = shown.gid, shown.base_gid
+            draft.umask = shown.umask
 
     @staticmethod
     def _replacement_of(name: Name, opener: Opener) -> Draft | None:
@@ -425,7 +426,10 @@ class Saves:
             base_mode=draft.base_mode,
             uid=draft.uid,
             gid=draft.gid,
+            base_uid=draft.base_uid,
+            base_gid=draft.base_gid,
             umask=draft.umask,
+            own_attributes=frozenset(draft.own_attributes),
         )
 
     def _put(self, name: Name, draft: Draft, path: bytes, durability: Durability, *, late: bool) -> Published:
@@ -495,8 +499,8 @@ class Saves:
             draft.append_from = draft.size
         if draft.kind == "new":
             draft.kind = "edit"
-        if draft.base_mode is not None:
-            draft.base_mode = draft.mode = stat.S_IMODE(status.st_mode)
+        draft.take_metadata(stat.S_IMODE(status.st_mode), status.st_uid, status.st_gid)
+        draft.own_attributes.clear()
         self._supersede_refused(name, draft)
         context.counters["saves"] += 1
         if published.displaced is not None:
