@@ -166,6 +166,14 @@ def test_of_many_at_once_exactly_one_gets_it(shelf: LockVault) -> None:
     assert sorted(results.get(timeout=GUARD) for _ in range(6)) == ["held"] + ["refused"] * 5
 
 
+def test_nobody_judges_or_makes_a_fence_while_another_does(shelf: LockVault) -> None:
+    with open(shelf.path / ".vaultfs/fence.lock", "w") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        with pytest.raises(AlreadyServedError, match="claiming"):
+            claim(shelf)
+    claim(shelf)
+
+
 def test_released_means_free_at_once_though_the_process_lives(shelf: LockVault) -> None:
     first = claim(shelf)
     first.release()

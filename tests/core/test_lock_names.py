@@ -10,8 +10,9 @@ import pytest
 
 from tests.core.lock_support import LockVault, make_lock, make_our_lock, set_age
 from vaultfs.errors import LockBusyError
-from vaultfs.locks import HeldLock, is_lock_directory
+from vaultfs.locks import HeldLock, is_lock_directory, path_lock
 from vaultfs.locks.places import DEFAULT_PRIVATE, Globs, is_lock_name
+from vaultfs.locks.records import timestamp
 
 
 @pytest.fixture
@@ -93,6 +94,22 @@ def test_a_file_with_the_locks_name_makes_the_lock_private_until_it_goes(shelf: 
     with shelf.locks.acquire(b"index") as public:
         assert not public.private
     assert (shelf.path / "index").read_text() == "git's"
+
+
+def test_a_name_that_becomes_free_while_the_private_lock_is_taken_gets_the_public_one(
+    shelf: LockVault, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (shelf.path / "index.lock").write_text("git's")
+
+    def late() -> str:
+        monkeypatch.undo()
+        (shelf.path / "index.lock").unlink()
+        return timestamp()
+
+    monkeypatch.setattr(path_lock, "timestamp", late)
+    with shelf.locks.acquire(b"index") as held:
+        assert not held.private
+    assert private_locks(shelf) == []
 
 
 def test_a_private_lock_is_not_right_any_more_when_a_lock_took_the_name(shelf: LockVault) -> None:

@@ -16,8 +16,9 @@ import pytest
 
 from tests.core.lock_support import FORK, GUARD, LockVault, dead_pid, drive, in_processes, make_our_lock
 from vaultfs.errors import LockBrokenError
-from vaultfs.locks import PathLocks
-from vaultfs.locks.records import look_into
+from vaultfs.locks import PathLocks, path_lock
+from vaultfs.locks.reaper import Removal, remove_judged
+from vaultfs.locks.records import LockContents, look_into, timestamp
 from vaultfs.root import VaultRoot
 from vaultfs.state import StateDirectory
 
@@ -132,8 +133,6 @@ def test_a_reaper_that_was_stopped_between_looking_and_removing_does_not_touch_t
     shelf: LockVault,
 ) -> None:
     """The slow reaper judged the dead lock through a descriptor; by the time it removes, another lock has the name."""
-    from vaultfs.locks.reaper import Removal, remove_judged
-
     dead = make_our_lock(shelf.path / "note.lock", dead_pid())
     slow = os.open(dead, os.O_RDONLY | os.O_DIRECTORY)
     judged = look_into(slow)
@@ -145,9 +144,69 @@ def test_a_reaper_that_was_stopped_between_looking_and_removing_does_not_touch_t
     held.release()
 
 
+def test_who_cannot_unlink_the_lease_that_it_saw_removes_nothing(shelf: LockVault) -> None:
+    dead = make_our_lock(shelf.path / "note.lock", dead_pid())
+    slow = os.open(dead, os.O_RDONLY | os.O_DIRECTORY)
+    judged = look_into(slow)
+    next(dead.glob(".lease-*")).unlink()  # a faster one has begun
+    assert remove_judged(shelf.root.fd, b"note.lock", slow, judged) is Removal.LOST
+    os.close(slow)
+    assert os.listdir(dead) == [".owner.json"]
+
+
+def test_a_lock_that_is_not_at_its_name_any_more_is_not_stripped(shelf: LockVault) -> None:
+    dead = make_our_lock(shelf.path / "note.lock", dead_pid())
+    slow = os.open(dead, os.O_RDONLY | os.O_DIRECTORY)
+    judged = look_into(slow)
+    dead.rename(shelf.path / "aside")
+    make_our_lock(dead, os.getpid())
+    assert remove_judged(shelf.root.fd, b"note.lock", slow, judged) is Removal.LOST
+    os.close(slow)
+    assert len(os.listdir(shelf.path / "aside")) == 2
+    assert len(os.listdir(dead)) == 2
+
+
+def test_a_directory_that_appears_between_look_and_rename_is_not_replaced(
+    shelf: LockVault, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A plain rename replaces an empty directory: that is somebody's ownerless lock."""
+    theirs: list[int] = []
+
+    def late() -> str:
+        monkeypatch.undo()
+        (shelf.path / "note.lock").mkdir()
+        theirs.append((shelf.path / "note.lock").stat().st_ino)
+        return timestamp()
+
+    monkeypatch.setattr(path_lock, "timestamp", late)
+    assert isinstance(shelf.locks.begin(b"note").step(), float)
+    assert [(shelf.path / "note.lock").stat().st_ino] == theirs
+    assert shelf.pending == []
+
+
+def test_a_release_that_is_caught_half_way_is_no_reason_to_wait(
+    shelf: LockVault, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lock = make_our_lock(shelf.path / "note.lock", os.getpid())
+
+    def late(descriptor: int) -> LockContents:
+        monkeypatch.undo()
+        for entry in lock.iterdir():
+            entry.unlink()
+        contents = look_into(descriptor)
+        lock.rmdir()
+        return contents
+
+    monkeypatch.setattr(path_lock, "look_into", late)
+    held = shelf.locks.begin(b"note", 0.0).step()
+    assert held is not None
+    assert not isinstance(held, float)
+    held.release()
+
+
 HOLDER = """
     import sys, time
-    from vaultfs.locks import PathLocks
+    from vaultfs.locks import PathLocks, path_lock
     from vaultfs.root import VaultRoot
     from vaultfs.state import StateDirectory
 

@@ -215,6 +215,36 @@ def test_a_hostile_lock_is_refused_at_once_and_never_touched(shelf: LockVault, l
     assert report.verdict == "foreign"
 
 
+def test_a_lock_on_another_file_system_is_never_reaped(shelf: LockVault, mount: Callable[..., None]) -> None:
+    lock_of(shelf).mkdir()
+    mount("-t", "tmpfs", "none", lock_of(shelf))
+    (lock_of(shelf) / ".owner.json").write_bytes(encode(our_record(dead_pid())))
+    (lock_of(shelf) / f".lease-{TOKEN}").write_text(TOKEN)
+    with pytest.raises(ForeignLockError):
+        shelf.locks.acquire(NOTE, 30)
+    assert len(os.listdir(lock_of(shelf))) == 2
+
+
+def test_a_release_that_fails_is_made_up_for_when_the_lock_is_met_again(
+    shelf: LockVault, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held = shelf.locks.acquire(NOTE)
+
+    def broken(*_: object) -> bool:
+        raise OSError(5, "Input/output error")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(path_lock, "same_directory", broken)
+        with pytest.raises(OSError, match="Input/output"):
+            held.release()
+    assert lock_of(shelf).exists()
+    assert not shelf.locks.is_ours(b"note.lock")
+    again = shelf.locks.try_acquire(NOTE)
+    assert again is not None
+    again.release()
+    assert not lock_of(shelf).exists()
+
+
 def test_a_lock_that_may_not_be_read_is_an_error_at_once(tmp_path: Path) -> None:
     """As another user: root may read everything."""
     if os.getuid() != 0:
@@ -238,6 +268,9 @@ def test_a_lock_that_may_not_be_read_is_an_error_at_once(tmp_path: Path) -> None
             for number in range(3):
                 with pytest.raises(LockBrokenError):
                     shelf.locks.acquire(b"note%d" % number, 30)
+                report = shelf.locks.inspect(b"note%d" % number)
+                assert report is not None
+                assert report.verdict == "unknown"
 
     in_processes(1, ask)
 
@@ -270,6 +303,19 @@ def test_release_leaves_a_successors_lock_alone(shelf: LockVault, caplog: pytest
     held.release()
     assert everything_in(successor) == before
     assert "taken away" in caplog.text
+
+
+def test_a_lock_that_was_moved_off_its_name_is_not_removed_through_the_descriptor(
+    shelf: LockVault, caplog: pytest.LogCaptureFixture
+) -> None:
+    held = shelf.locks.acquire(NOTE)
+    lock_of(shelf).rename(shelf.path / "aside")
+    successor = make_lock(lock_of(shelf), pid=1)
+    before = everything_in(shelf.path)
+    held.release()
+    assert everything_in(shelf.path) == before
+    assert successor.exists()
+    assert "not at its place" in caplog.text
 
 
 def test_a_lock_whose_owner_file_was_taken_is_still_ours_and_is_released(shelf: LockVault) -> None:

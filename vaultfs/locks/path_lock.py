@@ -63,7 +63,7 @@ from vaultfs.errors import (
     UnsafePathError,
     UnsuitableVaultError,
 )
-from vaultfs.locks.liveness import Judge, Judgement, Verdict, Watches, is_local
+from vaultfs.locks.liveness import Judge, Judgement, Verdict, Watch, Watches, is_local
 from vaultfs.locks.places import DEFAULT_PRIVATE, SUFFIX, Places, pending_name
 from vaultfs.locks.reaper import (
     Removal,
@@ -351,7 +351,7 @@ class PathLocks:
         acquisition = self.begin(path, timeout, token=token)
         held = _drive(acquisition)
         if held is None:
-            raise LockBusyError(f"The lock of this file is held by {acquisition.holder}.", path=path)
+            raise LockBusyError(f"The lock of this file is held by {acquisition.holder or 'somebody'}.", path=path)
         return held
 
     def try_acquire(self, path: bytes, *, token: str | None = None) -> HeldLock | None:
@@ -395,6 +395,8 @@ class PathLocks:
                     status = os.stat(name, dir_fd=directory, follow_symlinks=False)
                     age = self._judge.clocks.wall() - status.st_mtime
                     return LockReport(path, place, Verdict.FOREIGN, None, None, None, age, "it is no directory")
+                except PermissionError:
+                    return LockReport(path, place, Verdict.UNKNOWN, None, None, None, 0.0, "it may not be read")
         except FileNotFoundError:
             return None
         try:
@@ -403,7 +405,7 @@ class PathLocks:
             os.close(lock)
         with self._mutex:
             watch = self._watches.look(place, contents)
-            judgement = self._judgement(place, contents)
+            judgement = self._judgement(contents, watch)
         owner = contents.owner
         return LockReport(
             path=path,
@@ -555,14 +557,18 @@ class PathLocks:
     def _look(self, acquisition: Acquisition, place: bytes, directory: int, name: bytes, lock: int) -> _Wait | None:
         """Judges the lock that stands at `place`, open as `lock`, and removes it if that is allowed."""
         contents = look_into(lock)
-        if contents.documents and contents.dev == self._root.dev and not place.startswith(self._state.path + b"/"):
+        if contents.dev != self._root.dev:  # before anything in there is judged, let alone removed
+            raise ForeignLockError("Another file system is mounted at its lock.", path=acquisition.path)
+        if contents.documents and not place.startswith(self._state.path + b"/"):
             return None  # somebody's own directory that happens to have this name
         with self._mutex:
-            self._watches.look(place, contents)
-            judgement = self._judgement(place, contents)
+            judgement = self._judgement(contents, self._watches.look(place, contents))
+            stray = contents.owner is not None and self._strays.get(contents.owner.token) == (
+                contents.dev,
+                contents.ino,
+            )
         acquisition.judgement = judgement
         acquisition.holder = self._describe(contents, judgement)
-        stray = contents.owner is not None and self._strays.get(contents.owner.token) == (contents.dev, contents.ino)
         if stray or judgement.verdict in (Verdict.DEAD, Verdict.RESIDUE):
             removal = remove_judged(directory, name, lock, contents)
             if removal is Removal.LEFT:
@@ -585,14 +591,14 @@ class PathLocks:
             return _Wait(judgement.look_again, free=True)
         return _Wait(judgement.look_again or LOOK_EVERY)
 
-    def _judgement(self, place: bytes, contents: LockContents) -> Judgement:
-        """The judge's verdict, or ours if it is our own lock. The caller holds `_mutex` and has noted the look."""
+    def _judgement(self, contents: LockContents, watch: Watch) -> Judgement:
+        """The judge's verdict, or ours if it is our own lock. The caller holds `_mutex`."""
         owner = contents.owner
         if owner is not None and owner.pid == self._judge.me.pid:
             for standing in self._standing.values():
                 if standing.record.token == owner.token:
                     return Judgement(Verdict.OURS, "held by this program")
-        return self._judge.judge(contents, self._watches.look(place, contents))
+        return self._judge.judge(contents, watch)
 
     def _describe(self, contents: LockContents, judgement: Judgement) -> str:
         owner = contents.owner
@@ -754,22 +760,20 @@ class PathLocks:
         with standing.mutex:
             if standing.fd < 0:
                 return
-            token = standing.record.token
+            gone = False
             try:
-                if standing.pid == os.getpid() and not self._remove(standing):
-                    self._strays[token] = (standing.dev, standing.ino)
-            except OSError:
-                self._strays[token] = (standing.dev, standing.ino)
-                raise
+                gone = standing.pid != os.getpid() or self._remove(standing)
             finally:
                 os.close(standing.fd)
                 standing.fd = -1
                 standing.first = None
-                self._note_released(standing)
+                self._note_released(standing, stray=not gone)
 
-    def _note_released(self, standing: _Standing) -> None:
+    def _note_released(self, standing: _Standing, *, stray: bool) -> None:
         now = self._judge.clocks.monotonic()
         with self._mutex:
+            if stray:
+                self._strays[standing.record.token] = (standing.dev, standing.ino)
             if self._standing.get(standing.place) is standing:
                 del self._standing[standing.place]
             if len(self._released) > 64:
