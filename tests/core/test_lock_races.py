@@ -66,11 +66,10 @@ def test_without_the_lock_the_same_counters_lose_counts(shelf: LockVault) -> Non
 
 def test_whoever_sees_a_lock_of_ours_sees_it_complete(shelf: LockVault) -> None:
     """A second process opens the lock directory as often as it can while it comes and goes a few hundred times."""
-    seen = FORK.Queue()
+    looks, incomplete = FORK.Value("i"), FORK.Value("i")
     over = FORK.Event()
 
     def watch() -> None:
-        incomplete = looks = 0
         while not over.is_set():
             try:
                 lock = os.open(shelf.path / "note.lock", os.O_RDONLY | os.O_DIRECTORY)
@@ -80,27 +79,28 @@ def test_whoever_sees_a_lock_of_ours_sees_it_complete(shelf: LockVault) -> None:
                 owner = os.open(".owner.json", os.O_RDONLY, dir_fd=lock)
             except FileNotFoundError:
                 # Being released is allowed, but then its lease went first.
-                incomplete += any(name.startswith(".lease-") for name in os.listdir(lock))
+                incomplete.value += any(name.startswith(".lease-") for name in os.listdir(lock))
             else:
-                looks += 1
+                looks.value += 1
                 record = json.loads(os.read(owner, 4096))
-                incomplete += record["v"] != 1 or record["pid"] == os.getpid()
+                incomplete.value += record["v"] != 1 or record["pid"] == os.getpid()
                 os.close(owner)
             os.close(lock)
-        seen.put((looks, incomplete))
 
     watcher = FORK.Process(target=watch)
     watcher.start()
     try:
-        for _ in range(400):
+        rounds, deadline = 0, time.monotonic() + GUARD
+        while (rounds < 400 or looks.value < 100) and time.monotonic() < deadline:
             with shelf.locks.acquire(b"note"):
-                pass
+                time.sleep(0.0005 * (rounds % 4 == 0))  # at times long enough for the watcher to get the only CPU
+            rounds += 1
     finally:
         over.set()
-    looks, incomplete = seen.get(timeout=GUARD)
-    watcher.join(GUARD)
-    assert looks > 20
-    assert incomplete == 0
+        watcher.join(GUARD)
+    assert watcher.exitcode == 0
+    assert looks.value >= 100
+    assert incomplete.value == 0
 
 
 def test_of_many_reapers_one_wins_and_none_removes_a_successor(shelf: LockVault) -> None:

@@ -73,7 +73,7 @@ def remove_directory(directory: int, name: bytes, dev: int, ino: int) -> Removal
         return Removal.LOST
     except OSError as error:
         if error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
-            return Removal.LEFT
+            return Removal.LEFT if same_directory(directory, name, dev, ino) else Removal.LOST
         raise
     return Removal.REMOVED
 
