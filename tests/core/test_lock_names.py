@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.core.lock_support import LockVault, make_lock, make_our_lock, set_age
-from vaultfs.errors import LockBusyError
-from vaultfs.locks import HeldLock, is_lock_directory, path_lock
+from tests.core.lock_support import LockVault, dead_pid, make_lock, make_our_lock, set_age
+from vaultfs.errors import LockBusyError, UnsuitableVaultError
+from vaultfs.locks import HeldLock, is_lock_directory, lock_below, making
 from vaultfs.locks.places import DEFAULT_PRIVATE, Globs, is_lock_name
 from vaultfs.locks.records import timestamp
 
@@ -106,7 +107,7 @@ def test_a_name_that_becomes_free_while_the_private_lock_is_taken_gets_the_publi
         (shelf.path / "index.lock").unlink()
         return timestamp()
 
-    monkeypatch.setattr(path_lock, "timestamp", late)
+    monkeypatch.setattr(making, "timestamp", late)
     with shelf.locks.acquire(b"index") as held:
         assert not held.private
     assert private_locks(shelf) == []
@@ -199,3 +200,67 @@ def test_only_directories_that_hold_nothing_but_protocol_files_are_hidden(shelf:
 
     assert [name for name in hidden if not is_lock_directory(shelf.root, name)] == []
     assert [name for name in shown if is_lock_directory(shelf.root, name)] == []
+
+
+@pytest.mark.parametrize("name", [b"note", b"n" * 250])
+def test_where_nothing_can_be_renamed_from_the_state_directory_the_lock_is_prepared_beside(
+    shelf: LockVault, monkeypatch: pytest.MonkeyPatch, name: bytes
+) -> None:
+    """Project quotas and encrypted directories answer EXDEV within one mount."""
+    real, prepared = making.kernel.renameat2, []
+
+    def picky(old_directory: int, old: bytes, new_directory: int, new: bytes, flags: int) -> None:
+        if old_directory == shelf.state.fd:
+            raise OSError(18, "Invalid cross-device link")
+        prepared.append(old)
+        real(old_directory, old, new_directory, new, flags)
+
+    monkeypatch.setattr(making.kernel, "renameat2", picky)
+    with shelf.locks.acquire(name) as held:
+        held.assert_owned()
+        assert not held.private
+        assert is_lock_name(prepared[0])
+    assert os.listdir(shelf.path) == [".vaultfs"]
+    assert shelf.pending == []
+
+
+def test_a_file_system_that_cannot_rename_without_replacing_is_unsuitable(
+    shelf: LockVault, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unable(*_: object) -> None:
+        raise OSError(22, "Invalid argument")
+
+    monkeypatch.setattr(making.kernel, "renameat2", unable)
+    with pytest.raises(UnsuitableVaultError):
+        shelf.locks.acquire(b"note")
+    assert os.listdir(shelf.path) == [".vaultfs"]
+    assert shelf.pending == []
+
+
+def test_a_lock_that_somebody_lives_by_stands_against_moving_its_directory(shelf: LockVault) -> None:
+    (shelf.path / "a/b.lock/c").mkdir(parents=True)  # somebody's own directory, looked into like any other
+    (shelf.path / "ab").mkdir()
+    make_our_lock(shelf.path / "ab/x.lock", os.getpid(), start_time=None)
+    make_our_lock(shelf.path / "a/dead.lock", dead_pid())
+    (shelf.path / "a/residue.lock").mkdir()
+    set_age(shelf.path / "a/residue.lock", 100)
+    assert lock_below(shelf.root, shelf.locks, b"a/b.lock") is None
+    lock_below(shelf.root, shelf.locks, b"a")
+    time.sleep(0.03)  # residue needs a second look
+    assert lock_below(shelf.root, shelf.locks, b"a") is None
+    theirs = make_our_lock(shelf.path / "a/b.lock/c/note.lock", os.getpid(), start_time=None)
+    found = lock_below(shelf.root, shelf.locks, b"a")
+    assert found is not None
+    assert (found.path, found.lock_path) == (b"a/b.lock/c/note", b"a/b.lock/c/note.lock")
+    assert lock_below(shelf.root, shelf.locks, b"a", limit=1) is None  # bounded
+    theirs.rename(shelf.path / "elsewhere.lock")
+    assert lock_below(shelf.root, shelf.locks, b"a") is None
+
+
+def test_a_private_lock_of_ours_below_stands_against_moving_its_directory(shelf: LockVault) -> None:
+    (shelf.path / "a/.git").mkdir(parents=True)
+    with shelf.locks.acquire(b"a/.git/index"):
+        found = lock_below(shelf.root, shelf.locks, b"a")
+        assert found is not None
+        assert found.verdict == "ours"
+    assert lock_below(shelf.root, shelf.locks, b"a") is None

@@ -16,7 +16,7 @@ import pytest
 
 from tests.core.lock_support import FORK, GUARD, LockVault, dead_pid, drive, in_processes, make_our_lock
 from vaultfs.errors import LockBrokenError
-from vaultfs.locks import PathLocks, path_lock
+from vaultfs.locks import PathLocks, making, path_lock
 from vaultfs.locks.reaper import Removal, remove_judged
 from vaultfs.locks.records import LockContents, look_into, timestamp
 from vaultfs.root import VaultRoot
@@ -178,7 +178,7 @@ def test_a_directory_that_appears_between_look_and_rename_is_not_replaced(
         theirs.append((shelf.path / "note.lock").stat().st_ino)
         return timestamp()
 
-    monkeypatch.setattr(path_lock, "timestamp", late)
+    monkeypatch.setattr(making, "timestamp", late)
     assert isinstance(shelf.locks.begin(b"note").step(), float)
     assert [(shelf.path / "note.lock").stat().st_ino] == theirs
     assert shelf.pending == []
@@ -206,7 +206,7 @@ def test_a_release_that_is_caught_half_way_is_no_reason_to_wait(
 
 HOLDER = """
     import sys, time
-    from vaultfs.locks import PathLocks, path_lock
+    from vaultfs.locks import PathLocks, making, path_lock
     from vaultfs.root import VaultRoot
     from vaultfs.state import StateDirectory
 

@@ -25,7 +25,7 @@ from tests.core.lock_support import (
 )
 from tests.mount.harness import TEST_UID
 from vaultfs.errors import BadRequestError, ForeignLockError, LockBrokenError, LockBusyError
-from vaultfs.locks import path_lock
+from vaultfs.locks import making, path_lock
 from vaultfs.locks.records import encode
 
 NOTE = b"note"
@@ -432,7 +432,7 @@ def test_a_failure_while_making_leaves_nothing_prepared(shelf: LockVault, monkey
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(path_lock, "_write", full)
+    monkeypatch.setattr(making, "_write", full)
     with pytest.raises(OSError, match="No space"):
         shelf.locks.acquire(NOTE)
     assert shelf.pending == []

@@ -4,6 +4,8 @@
 - `liveness`: who is dead, the one table of proof
 - `reaper`: taking a lock apart so that nobody else's is hurt
 - `places`: where the lock of a path stands
+- `making`: a lock on its way onto its name
+- `below`: whether locks stand against moving a directory
 - `path_lock`: one owner at a time for one path, shared with other tools
 - `fence`: one daemon at a time for a whole vault
 - `pulse`: a thread for the heartbeats of owners without a timer
@@ -11,6 +13,7 @@
 
 from __future__ import annotations
 
+from vaultfs.locks.below import lock_below
 from vaultfs.locks.fence import Fence, FenceRecord
 from vaultfs.locks.path_lock import Acquisition, HeldLock, LockReport, PathLocks
 from vaultfs.locks.places import DEFAULT_PRIVATE, is_lock_directory, is_lock_name
@@ -25,4 +28,5 @@ __all__ = [
     "PathLocks",
     "is_lock_directory",
     "is_lock_name",
+    "lock_below",
 ]

@@ -38,7 +38,6 @@ What is not promised: fairness, and protection against programs that do not look
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import errno
 import logging
@@ -46,7 +45,6 @@ import os
 import stat
 import threading
 import time
-import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
@@ -54,21 +52,18 @@ from typing import TYPE_CHECKING, Self
 
 import msgspec
 
-from vaultfs import kernel
 from vaultfs.errors import (
     BadRequestError,
     ForeignLockError,
     LockBrokenError,
     LockBusyError,
     UnsafePathError,
-    UnsuitableVaultError,
 )
 from vaultfs.locks.liveness import Judge, Judgement, Verdict, Watch, Watches, is_local
+from vaultfs.locks.making import beside_name, exchange_owner, new_record, put_in_place, sweep
 from vaultfs.locks.places import DEFAULT_PRIVATE, SUFFIX, Places, pending_name
 from vaultfs.locks.reaper import (
     Removal,
-    clear_prepared,
-    drop_pending,
     remove_directory,
     remove_judged,
     same_directory,
@@ -78,10 +73,8 @@ from vaultfs.locks.records import (
     OWNER,
     LockContents,
     OwnerRecord,
-    encode,
     lease_name,
     look_into,
-    timestamp,
     whoami,
 )
 
@@ -101,7 +94,6 @@ AT_ONCE = 4  # times that one step starts over at once, after a reap or a collis
 REFRESH_AFTER = 3.0  # seconds after which a lock that is held refreshes its mtime and has a heartbeat
 LEASE_MS = 60_000  # what a heartbeat promises
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-_NEW_FILE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 class LockReport(msgspec.Struct, frozen=True):
@@ -386,6 +378,10 @@ class PathLocks:
             return self._inspect(path, self._places.private(path)) or report
         return report
 
+    def inspect_at(self, lock_path: bytes) -> LockReport | None:
+        """Like `inspect`, for whatever stands at `lock_path` (``DIR/NAME.lock``); None if nothing does."""
+        return self._inspect(lock_path.removesuffix(SUFFIX), lock_path)
+
     def _inspect(self, path: bytes, place: bytes) -> LockReport | None:
         try:
             with self._root.parent(place) as (directory, name):
@@ -445,41 +441,7 @@ class PathLocks:
 
         For the start of a daemon; what cannot be judged stays.
         """
-        removed = 0
-        pending = os.open(self._state.name("pending"), _DIRECTORY, dir_fd=self._state.fd)
-        try:
-            for entry in os.listdir(pending):
-                removed += self._sweep_one(pending, os.fsencode(entry))
-        finally:
-            os.close(pending)
-        return removed
-
-    def _sweep_one(self, pending: int, name: bytes) -> bool:
-        try:
-            lock = os.open(name, _DIRECTORY, dir_fd=pending)
-        except FileNotFoundError:
-            return False  # its maker has just finished with it
-        except NotADirectoryError:  # a heartbeat on its way into a lock
-            if not self._named_after_the_dead(name):
-                return False
-            with contextlib.suppress(FileNotFoundError):  # another sweep was faster
-                os.unlink(name, dir_fd=pending)
-            return True
-        try:
-            contents = look_into(lock)
-            if contents.owner is not None and not contents.owner.plain:
-                dead = self._judge.judge_process(contents.owner).verdict is Verdict.DEAD
-            else:  # killed before it could say who it was
-                old = self._judge.clocks.wall() - contents.mtime_ns / 1e9 > self._judge.stale
-                dead = old and self._named_after_the_dead(name)
-            return dead and clear_prepared(pending, name, lock)
-        finally:
-            os.close(lock)
-
-    def _named_after_the_dead(self, name: bytes) -> bool:
-        """True if the process number that the name of something prepared starts with is nobody's here."""
-        number = name.partition(b".")[0]
-        return number.isdigit() and self._judge.processes.exists(int(number)) is False
+        return sweep(self._state.fd, self._state.name("pending"), self._judge)
 
     def close(self) -> None:
         """Releases what is still held. Raises OSError if one could not be, after trying the others."""
@@ -636,20 +598,22 @@ class PathLocks:
         self, acquisition: Acquisition, place: bytes, directory: int, name: bytes, private: bool, by_circumstance: bool
     ) -> HeldLock:
         """Prepares a lock and renames it onto the free `name` in `directory`. Raises `_Again` on a collision."""
-        token = str(uuid.uuid4())
-        prepared = self._state.name("pending") + b"/" + pending_name(self._judge.me.pid, token)
+        record = new_record(self._judge.me, self._tool)
+        prepared = self._state.name("pending") + b"/" + pending_name(record.pid, record.token)
         try:
-            lock, record = self._place(self._state.fd, prepared, directory, name, token)
+            try:
+                lock = put_in_place(self._state.fd, prepared, directory, name, record)
+            except OSError as error:
+                if error.errno != errno.EXDEV:
+                    raise
+                # No rename from .vaultfs into this directory (project quota, fscrypt): prepare it beside, as others do.
+                beside = beside_name(name, record.pid, record.token, self._root.name_max)
+                lock = put_in_place(directory, beside, directory, name, record)
+        except FileExistsError:
+            raise _Again from None
         except FileNotFoundError:
             self._state.forget("pending")  # somebody cleared .vaultfs; the caller starts over and makes it anew
             raise
-        except OSError as error:
-            if error.errno != errno.EXDEV:
-                raise
-            # One mount, yet no rename into this directory (project quota, fscrypt): prepare it beside, as others do.
-            ending = f".{self._judge.me.pid}.{token}.pending".encode()
-            beside = name[: self._root.name_max - len(ending) - len(SUFFIX)].removesuffix(SUFFIX) + SUFFIX + ending
-            lock, record = self._place(directory, beside, directory, name, token)
         status = os.fstat(lock)
         standing = _Standing(
             path=acquisition.path,
@@ -671,78 +635,19 @@ class PathLocks:
             self._standing[place] = standing
         return held
 
-    def _place(
-        self, workshop: int, prepared: bytes, directory: int, name: bytes, token: str
-    ) -> tuple[int, OwnerRecord]:
-        """Makes the lock `prepared` in `workshop` and renames it onto `name`; the descriptor is the caller's.
-
-        Both files are made this moment, so its mtime is fresh when it appears. (A lock prepared some time ago would
-        have to be touched: renaming keeps the mtime, and a peer in another pid namespace judges by it.)
-        """
-        me = self._judge.me
-        record = OwnerRecord(
-            v=1,
-            pid=me.pid,
-            token=token,
-            created_at=timestamp(),
-            host=me.host,
-            boot_id=me.boot_id,
-            start_time=me.start_time,
-            pid_ns=me.pid_ns,
-            time_ns=me.time_ns,
-            tool=self._tool,
-        )
-        os.mkdir(prepared, 0o700, dir_fd=workshop)  # EEXIST, which a UUID rules out, would not let us clean up
-        lock = -1
-        try:
-            lock = os.open(prepared, _DIRECTORY, dir_fd=workshop)
-            parent, made = os.fstat(directory), os.fstat(lock)
-            group = None if (parent.st_uid, parent.st_gid) == (made.st_uid, made.st_gid) else parent
-            readable = 0o640 | (parent.st_mode & 0o004)
-            _write(lock, OWNER, encode(record), readable, group)
-            _write(lock, lease_name(token) or b"", token.encode() + b"\n", readable, group)
-            _give(lock, (parent.st_mode & 0o775) | 0o750, group)
-            kernel.renameat2(workshop, prepared, directory, name, kernel.RENAME_NOREPLACE)
-        except BaseException as error:
-            if lock < 0:
-                with contextlib.suppress(OSError):  # empty and nobody's; the error that led here matters more
-                    os.rmdir(prepared, dir_fd=workshop)
-            else:
-                drop_pending(workshop, prepared, lock, record)
-                os.close(lock)
-            if isinstance(error, OSError) and error.errno in (errno.EEXIST, errno.ENOTEMPTY):
-                raise _Again from None
-            if isinstance(error, OSError) and error.errno in (errno.EINVAL, errno.ENOSYS):
-                raise UnsuitableVaultError("this file system cannot rename without replacing") from error
-            raise
-        return lock, record
-
     # -- heartbeat and release -------------------------------------------------------------------------------------
 
     def _beat(self, standing: _Standing) -> None:
-        """Counts the lock's heartbeat and refreshes its mtime. The caller holds `standing.mutex`.
-
-        The new owner file is written elsewhere and *exchanged* into the lock through its descriptor: a temporary
-        inside would make peers fail, and a rename would put an owner into a lock that is just being reaped.
-        """
+        """Counts the lock's heartbeat and refreshes its mtime. The caller holds `standing.mutex`."""
         record = standing.record
         record = msgspec.structs.replace(record, lease_ms=LEASE_MS, heartbeat=(record.heartbeat or 0) + 1)
-        fresh = self._state.name("pending") + b"/" + pending_name(standing.pid, f"{record.token}.beat")
-        status = os.fstat(standing.fd)
-        _write(self._state.fd, fresh, encode(record), 0o640 | (status.st_mode & 0o004), status)
+        workshop = self._state.name("pending") + b"/" + pending_name(standing.pid, f"{record.token}.beat")
         try:
-            kernel.renameat2(self._state.fd, fresh, standing.fd, OWNER, kernel.RENAME_EXCHANGE)
-            standing.record = record
-        except OSError as error:
-            if error.errno == errno.ENOENT:
-                _log.warning("the lock %r was taken away while it was held", standing.place)
-                return
-            if error.errno not in (errno.EXDEV, errno.EINVAL, errno.ENOSYS):
-                raise
-            # No exchange into this directory: then no lease was promised either, and the mtime must do.
-        finally:
-            os.unlink(fresh, dir_fd=self._state.fd)
-        os.utime(standing.fd)
+            if exchange_owner(self._state.fd, workshop, standing.fd, record):
+                standing.record = record
+            os.utime(standing.fd)
+        except FileNotFoundError:
+            _log.warning("the lock %r was taken away while it was held", standing.place)
 
     def _share(self, standing: _Standing) -> HeldLock:
         with self._mutex:
@@ -823,32 +728,3 @@ def _drive(acquisition: Acquisition) -> HeldLock | None:
         if not isinstance(step, float):
             return step
         time.sleep(step)
-
-
-def _write(directory: int, name: bytes, data: bytes, mode: int, group: os.stat_result | None) -> None:
-    descriptor = os.open(name, _NEW_FILE, mode, dir_fd=directory)
-    try:
-        while data:
-            data = data[os.write(descriptor, data) :]
-        _give(descriptor, mode, group)
-    finally:
-        os.close(descriptor)
-
-
-def _give(descriptor: int, mode: int, like: os.stat_result | None) -> None:
-    """Gives what we made the owner and group of `like`, as far as we may, and exactly `mode`, whatever the umask.
-
-    An unprivileged peer that cannot read our lock gives up for good; one that can will judge it, and reap it when we
-    are dead.
-    """
-    if like is not None:
-        for owner, group in ((like.st_uid, like.st_gid), (-1, like.st_gid)):
-            try:
-                os.fchown(descriptor, owner, group)
-                break
-            except OSError as error:
-                # Only root may give away, and not to users outside of its namespace: then it stays ours, which
-                # merely leaves the reaping to us.
-                if error.errno not in (errno.EPERM, errno.EINVAL, errno.EOVERFLOW):
-                    raise
-    os.fchmod(descriptor, mode)
