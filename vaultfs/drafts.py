@@ -36,7 +36,6 @@ one, while nobody else touches that draft.
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import errno
 import fcntl
@@ -86,7 +85,10 @@ __all__ = [
     "Drafts",
     "KeptDraft",
     "Writer",
+    "boot_id",
     "copy_content",
+    "copy_range",
+    "is_sidecar",
     "nobody_writes",
 ]
 
@@ -118,6 +120,11 @@ class KeptDraft(msgspec.Struct, frozen=True):
 
 def _now() -> str:
     return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+
+
+def is_sidecar(name: bytes) -> bool:
+    """True for the names of sidecars (and of those being written) in staging and among the kept drafts."""
+    return b"~" not in name and name.endswith((_SIDECAR, _SIDECAR + b".new"))
 
 
 def boot_id() -> str:
@@ -221,8 +228,8 @@ class Drafts:
 
     @staticmethod
     def new_id() -> str:
-        """Eight letters that can be typed: 40 random bits; O_EXCL and NOREPLACE see to it that none is used twice."""
-        return base64.b32encode(os.urandom(5)).decode().lower()
+        """Ten letters that can be typed: 40 random bits; O_EXCL and NOREPLACE see to it that none is used twice."""
+        return os.urandom(5).hex()
 
     # --- staging
 
@@ -400,8 +407,6 @@ class Drafts:
         """What was kept, oldest first. Files in the drafts directory that say nothing of themselves are listed too."""
         found = []
         for encoded in self._kept_names():
-            if encoded.endswith((_SIDECAR, _SIDECAR + b".new")) and b"~" not in encoded:
-                continue
             with contextlib.suppress(FileNotFoundError):  # published or discarded while we list
                 entry = self._look_at_kept(encoded)
                 if entry is not None:
@@ -412,9 +417,10 @@ class Drafts:
     def _kept_names(self) -> list[bytes]:
         fd = os.open(self.state.name("drafts"), _DIRECTORY_FLAGS, dir_fd=self.state.fd)
         try:
-            return [os.fsencode(name) for name in os.listdir(fd)]
+            names = [os.fsencode(name) for name in os.listdir(fd)]
         finally:
             os.close(fd)
+        return [name for name in names if not is_sidecar(name)]
 
     def _look_at_kept(self, name: bytes) -> tuple[DraftRecord, os.stat_result] | None:
         directory = self.state.name("drafts") + b"/"
@@ -439,11 +445,10 @@ class Drafts:
 
     def _kept_name(self, draft_id: str) -> bytes:
         """Relative to `state.fd`. Raises DraftNotFoundError."""
-        wanted = draft_id.encode("ascii", "replace")
-        if draft_id.isalnum():
-            for encoded in self._kept_names():
-                if encoded == wanted or encoded.startswith(wanted + b"~"):
-                    return self.state.name("drafts") + b"/" + encoded
+        wanted = os.fsencode(draft_id)
+        for encoded in self._kept_names():  # only what is listed can be meant, whatever the text looks like
+            if wanted and (encoded == wanted or encoded.startswith(wanted + b"~")):
+                return self.state.name("drafts") + b"/" + encoded
         raise DraftNotFoundError(f"there is no draft {draft_id!r}")
 
     def find_kept(self, draft_id: str) -> tuple[DraftRecord, KeptDraft]:
@@ -738,19 +743,17 @@ class DraftFile:
         """Where it is staged, vault-relative."""
         return self.hidden if self.hidden is not None else self._drafts.state.path + b"/" + self.name
 
-    @contextlib.contextmanager
-    def place(self) -> Iterator[tuple[int, bytes]]:
-        """(directory descriptor, name) for one `*at` call on the staging file."""
+    def place(self) -> contextlib.AbstractContextManager[tuple[int, bytes]]:
+        """A context manager that gives (directory descriptor, name) for `*at` calls on the staging file."""
         if self.hidden is None:
-            yield self._drafts.state.fd, self.name
-        else:
-            with self._drafts.root.parent(self.hidden) as found:
-                yield found
+            return contextlib.nullcontext((self._drafts.state.fd, self.name))
+        return self._drafts.root.parent(self.hidden)
 
     # --- what it says of itself
 
     def _needs_sidecar(self) -> bool:
-        return self.hidden is not None or b"~" not in self.name
+        # what a tail's copy stands for decides whether the tail is applied once or twice: no second source for that
+        return self.hidden is not None or b"~" not in self.name or self.record.supersedes is not None
 
     def _write_record(self) -> None:
         """Mark the inode (and write the sidecar where that does not say all), then the journal."""

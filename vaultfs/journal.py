@@ -180,8 +180,7 @@ def staged_name(draft_id: str, target: bytes) -> bytes:
 def target_of_name(name: bytes) -> tuple[str, bytes | None]:
     """(id, target) of a staged file's name; the target is None if the name does not hold it."""
     draft_id, mark, target = name.partition(b"~")
-    text = draft_id.decode("ascii", "replace")
-    return text, target.replace(b"%2F", b"/").replace(b"%25", b"%") if mark else None
+    return os.fsdecode(draft_id), target.replace(b"%2F", b"/").replace(b"%25", b"%") if mark else None
 
 
 class Mark:

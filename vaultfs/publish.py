@@ -725,13 +725,13 @@ class _Publication:
     def _make_copy(self, newcomer: _Target | None) -> bytes:
         self.dress(newcomer)
         self.begin()
+        self._draft.unmark()  # before, not after: recovery would not know where to look for what it left there
         for _ in range(64):
             name = conflict_name(self._name)
             try:
                 self.place_new(name)
             except FileExistsError:
                 continue
-            self._draft.unmark()
             with suppress(FileNotFoundError):  # moved on by somebody; the descriptor stays as it is then
                 self._finish_at(name)
             if not self._draft.finished:

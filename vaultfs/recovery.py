@@ -39,7 +39,7 @@ from typing import Final
 import msgspec
 
 from vaultfs.conflicts import same_bytes
-from vaultfs.drafts import HIDDEN_PREFIX, Drafts, KeptDraft, boot_id, nobody_writes
+from vaultfs.drafts import HIDDEN_PREFIX, Drafts, KeptDraft, boot_id, is_sidecar, nobody_writes
 from vaultfs.errors import ConflictError, LockBusyError, VaultError, printable
 from vaultfs.identity import FileIdentity
 from vaultfs.journal import (
@@ -204,12 +204,12 @@ class _Recovery:
                     return
             names = [os.fsencode(entry) for entry in os.listdir(fd)]
             prefix += b"/"
-            staged = sorted(entry for entry in names if not _is_sidecar(entry))
+            staged = sorted(entry for entry in names if not is_sidecar(entry))
             superseded = self._superseded(prefix, staged)
             for entry in staged:
                 self._guarded(prefix + entry, partial(self._staged, prefix, entry, superseded, staged))
             left = os.listdir(fd)
-            if all(_is_sidecar(os.fsencode(sidecar)) for sidecar in left):
+            if all(is_sidecar(os.fsencode(sidecar)) for sidecar in left):
                 for sidecar in left:
                     os.unlink(sidecar, dir_fd=fd)
                 os.rmdir(prefix, dir_fd=self._state.fd)
@@ -220,12 +220,19 @@ class _Recovery:
 
     def _superseded(self, prefix: bytes, staged: list[bytes]) -> set[str]:
         """The drafts whose tail a complete newer draft carries: they must not be applied again."""
-        found = set()
+        superseded = set()
         for name in staged:
-            record = self._known.drafts.get(target_of_name(name)[0])
-            if record is not None and record.supersedes and record.state is not DraftState.OPEN:
-                found.add(record.supersedes)
-        return found
+            draft_id = target_of_name(name)[0]
+            record = self._known.drafts.get(draft_id) or self._drafts.read_sidecar(prefix, draft_id)
+            if record is None or not record.supersedes:
+                continue
+            with contextlib.suppress(OSError):  # it will be looked at again, and fail there, in its own turn
+                found = self._look(self._state.fd, prefix + name, prefix, None)
+                if found is not None:
+                    os.close(found.fd)
+                    if found.is_draft and found.record is not None and found.record.state is not DraftState.OPEN:
+                        superseded.add(record.supersedes)
+        return superseded
 
     def _staged(self, prefix: bytes, name: bytes, superseded: set[str], siblings: list[bytes]) -> None:
         found = self._look(self._state.fd, prefix + name, prefix, None)
@@ -257,8 +264,7 @@ class _Recovery:
         except FileNotFoundError:
             return None
         try:
-            last = name.rpartition(b"/")[2]
-            draft_id, target = target_of_name(last.removeprefix(HIDDEN_PREFIX) if hidden is not None else last)
+            draft_id, target = target_of_name(name.rpartition(b"/")[2].removeprefix(HIDDEN_PREFIX))
             journalled = self._known.drafts.get(draft_id)
             sidecar = self._drafts.read_sidecar(prefix, draft_id)
             if target is None:
@@ -336,7 +342,7 @@ class _Recovery:
             self._delete(found)  # nothing was ever written to it
             return
         if record is None:
-            draft_id, target = target_of_name(found.name.rpartition(b"/")[2])
+            draft_id, target = _told_by(found)
             record = DraftRecord(id=draft_id, target=encode_path(target or b""))
             self._keep(found, record, "found without a record")
             return
@@ -521,8 +527,7 @@ class _Recovery:
     def _delete(self, found: _Found) -> None:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(found.name, dir_fd=found.directory)
-        draft_id = target_of_name(found.name.rpartition(b"/")[2].removeprefix(HIDDEN_PREFIX))[0]
-        self._forget(found, draft_id)
+        self._forget(found, _told_by(found)[0])
         self._report.deleted += 1
 
     def _forget(self, found: _Found, draft_id: str) -> None:
@@ -627,5 +632,6 @@ class _Recovery:
         return not writer.start_time or started is None or started == writer.start_time
 
 
-def _is_sidecar(name: bytes) -> bool:
-    return b"~" not in name and name.endswith((b".json", b".json.new"))
+def _told_by(found: _Found) -> tuple[str, bytes | None]:
+    """(id, target) as the file's own name has them."""
+    return target_of_name(found.name.rpartition(b"/")[2].removeprefix(HIDDEN_PREFIX))
