@@ -220,7 +220,9 @@ def test_vaultfs_must_not_come_to_lie_under_its_own_mount(place: Path, monkeypat
 
 def test_a_log_file_in_the_vault_would_log_its_own_saves(place: Path) -> None:
     for log in ("vault/x.log", "mnt/x.log"):
-        refused(lambda log=log: check(place, f"log-file={place / log}"), ConfigError, ExitCode.USAGE, "log-file")
+        options = build_options(str(place / "vault"), str(place / "mnt"), [f"log-file={place / log}"])
+        refused(lambda options=options: preflight.check_log_file(options), ConfigError, ExitCode.USAGE, "log-file")
+    preflight.check_log_file(build_options(str(place / "vault"), str(place / "mnt"), [f"log-file={place}/x.log"]))
 
 
 def entry_for(place: Path, mountpoint: str) -> registry.Registration:
@@ -260,20 +262,33 @@ def test_autofs_below_is_what_we_are_to_be_mounted_on(place: Path, monkeypatch: 
 
 
 class Dead:
-    """lstat says ENOTCONN for one path until the mount there is detached."""
+    """One path says ENOTCONN until the mount there is detached: at lstat, or (`cached`) only at statfs."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, path: Path, fstype: str, failure: int | None = None) -> None:
-        self.path, self.dead, self.failure = str(path), True, failure
+    def __init__(
+        self,
+        monkeypatch: pytest.MonkeyPatch,
+        path: Path,
+        fstype: str,
+        failure: int | None = None,
+        cached: bool = False,
+    ) -> None:
+        self.path, self.dead, self.failure, self.cached = str(path), True, failure, cached
         self.entry = MountEntry(1, 0, 1, self.path, frozenset(), fstype, "src", frozenset())
-        self.real = os.lstat
-        monkeypatch.setattr(preflight.os, "lstat", self.lstat)
+        self.lstat, self.statvfs = os.lstat, os.statvfs
+        monkeypatch.setattr(preflight.os, "lstat", self.dead_lstat)
+        monkeypatch.setattr(preflight.os, "statvfs", self.dead_statvfs)
         monkeypatch.setattr(preflight, "mount_at", lambda at: self.entry if self.dead and at == self.path else None)
         monkeypatch.setattr(preflight, "unmount", self.unmount)
 
-    def lstat(self, path: str, **keywords: int) -> os.stat_result:
-        if self.dead and path == self.path:
+    def dead_lstat(self, path: str, **keywords: int) -> os.stat_result:
+        if self.dead and path == self.path and not self.cached:
             raise OSError(errno.ENOTCONN, os.strerror(errno.ENOTCONN), path)
-        return self.real(path, **keywords)
+        return self.lstat(path, **keywords)
+
+    def dead_statvfs(self, path: str) -> os.statvfs_result:
+        if self.dead and path == self.path:
+            raise OSError(errno.ECONNABORTED, os.strerror(errno.ECONNABORTED), path)
+        return self.statvfs(path)
 
     def unmount(self, path: str, *, lazy: bool) -> None:
         assert lazy and path == self.path

@@ -41,6 +41,7 @@ import msgspec
 
 from vaultfs.cli.output import say, tell
 from vaultfs.cli.patience import within
+from vaultfs.cli.preflight import check, check_log_file
 from vaultfs.config import OPTIONS, MountOptions, build_options, describe_default
 from vaultfs.control import protocol
 from vaultfs.control.protocol import Failure
@@ -123,13 +124,11 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _serve(options: MountOptions, arguments: argparse.Namespace) -> int:
+    if arguments.log is None:
+        check_log_file(options)
     report = _Report(arguments.ready_fd)
     _set_up_log(options, report)
     try:
-        from vaultfs.cli.preflight import check
-
-        if arguments.log and options.log_file:  # as the parent understood it: our current directory is another one
-            options = msgspec.structs.replace(options, log_file=arguments.log)
         options = check(options, report.notice)
         if arguments.log:
             options = msgspec.structs.replace(options, log_file=arguments.log)
@@ -223,6 +222,7 @@ def _set_up_log(options: MountOptions, report: _Report) -> None:
 
 
 def _start(options: MountOptions, arguments: argparse.Namespace) -> int:
+    check_log_file(options)
     log_path, log = _open_log(options)
     reading, writing = os.pipe2(os.O_CLOEXEC)
     command = [sys.executable, "-P", "-m", "vaultfs", "mount", "-f", "--ready-fd", str(writing), "--log", log_path]

@@ -44,10 +44,13 @@ from vaultfs.errors import (
 )
 from vaultfs.mountinfo import MountEntry, mount_at, mounts, unmount
 
-__all__ = ["check", "check_machine", "probe_renames"]
+__all__ = ["DEAD", "check", "check_log_file", "check_machine", "probe_renames"]
 
 FUSE_DEVICE = "/dev/fuse"
 FUSE_CONF = "/etc/fuse.conf"
+
+DEAD = (errno.ENOTCONN, errno.ECONNABORTED)
+"""What the kernel says of a mount whose daemon is gone."""
 
 _PATIENCE = 10.0
 _CAP_SYS_ADMIN = 21
@@ -68,7 +71,7 @@ def check(options: MountOptions, notice: Callable[[str], None]) -> MountOptions:
         mountpoint = _check_mountpoint(options, notice)
         if mountpoint != vault:
             _check_apart(vault, status, mountpoint)
-    _check_own_files(vault, mountpoint, options)
+    _check_own_files(mountpoint)
     if not options.shared:
         _check_not_served(vault, status)
     return msgspec.structs.replace(options, vault=vault, mountpoint=mountpoint)
@@ -331,7 +334,7 @@ def _is_above(status: os.stat_result, path: str) -> bool:
         path = os.path.dirname(path)
 
 
-def _check_own_files(vault: str, mountpoint: str, options: MountOptions) -> None:
+def _check_own_files(mountpoint: str) -> None:
     """The daemon's own program must not come to lie under its mount: loading a module would wait for itself."""
     ours = {sys.prefix, sys.base_prefix, os.path.dirname(os.path.dirname(os.path.abspath(__file__)))}
     for path in sorted(map(os.path.realpath, ours)):
@@ -341,9 +344,13 @@ def _check_own_files(vault: str, mountpoint: str, options: MountOptions) -> None
                 path=mountpoint,
                 remedy="Mount the vault somewhere else (vaultfs mount VAULT MOUNTPOINT), or install vaultfs elsewhere.",
             )
+
+
+def check_log_file(options: MountOptions) -> None:
+    """The log must not lie in the vault, where every line would be a save. To be asked before it is opened."""
     if options.log_file:
-        log = os.path.realpath(options.log_file)
-        for directory in {vault, mountpoint}:
+        log = real_path(options.log_file)
+        for directory in {real_path(options.vault), real_path(options.mountpoint)}:
             if log.startswith(directory.rstrip("/") + "/"):
                 raise ConfigError(
                     f"option log-file: {printable(log)} lies in the vault, and every line would be a save",
@@ -378,13 +385,22 @@ def _mount_of(dev: int) -> MountEntry | None:
 
 def _look(path: str, notice: Callable[[str], None]) -> os.stat_result:
     """lstat with a time limit; detaches dead vaultfs mounts at `path` (there may be several upon one another)."""
+
+    def look() -> os.stat_result:
+        status = os.lstat(path)
+        mount = mount_at(path)
+        if mount is not None and mount.fstype.startswith("fuse"):
+            # The kernel may answer for a dead daemon from what it remembers; statfs it always has to ask for.
+            os.statvfs(path)
+        return status
+
     for _ in range(8):
         try:
-            return within(_PATIENCE, lambda: os.lstat(path))
+            return within(_PATIENCE, look)
         except TimeoutError:
             raise NoAnswerError("this does not answer: a mount hangs here", path=path) from None
         except OSError as error:
-            if error.errno != errno.ENOTCONN:
+            if error.errno not in DEAD:
                 raise
         mount = mount_at(path)
         if mount is None or not mount.ours:

@@ -124,7 +124,7 @@ def _look(mount: MountEntry) -> View:
         problem = "it does not answer"
     except OSError as error:
         problem = f"it cannot be looked at: {error.strerror}"
-        if error.errno == errno.ENOTCONN:
+        if error.errno in (errno.ENOTCONN, errno.ECONNABORTED):
             problem = f"its daemon died; clear it away with: vaultfs umount {mount.mountpoint}"
     if mount.user_id not in (None, os.geteuid()):
         problem += f" (it belongs to user {mount.user_id})"
