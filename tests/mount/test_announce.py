@@ -63,6 +63,7 @@ class TinyMount:
 
     def __init__(self, mountpoint: Path, **environment: str) -> None:
         self.mountpoint = mountpoint
+        self._closed = False
         self.process = subprocess.Popen(
             [sys.executable, str(REPOSITORY / "tests/mount/tiny_filesystem.py"), str(mountpoint)],
             stdin=subprocess.PIPE,
@@ -99,6 +100,10 @@ class TinyMount:
         self.process.stdin.flush()
 
     def close(self) -> None:
+        """Idempotent, and comes back also where the daemon hangs."""
+        if self._closed:
+            return
+        self._closed = True
         self.process.kill()
         try:
             self.process.wait(5)
@@ -178,6 +183,7 @@ def test_the_look_for_watchers_asks_the_mount_nothing(
 ) -> None:
     mount = tiny()
     watch(mount.mountpoint / "a")
+    mount.wait_for("LOOKUP a ")
     before = len(mount.poll())
     assert companion.look(mount.dev)[0]
     os.stat(mount.mountpoint / "b")  # a request that certainly is one, so that all earlier ones have been printed
@@ -562,7 +568,7 @@ def test_a_daemon_killed_while_it_answers_its_companion_dies_at_once(
     tiny: Callable[..., TinyMount], watch: Callable[[Path], Watcher]
 ) -> None:
     """With the announcement in a thread of the daemon this hangs until the connection is aborted by hand."""
-    mount = tiny(ANNOUNCE="1", SLOW="1000")
+    mount = tiny(ANNOUNCE="1", HOLD="1")
     watch(mount.mountpoint)
     mount.tell("announce slow")
     mount.wait_for(f"LOOKUP slow {mount.companion}")
@@ -577,7 +583,7 @@ def test_a_daemon_killed_while_it_answers_its_companion_dies_at_once(
 )
 def test_a_daemon_killed_while_the_kernel_waits_for_a_program_is_let_go(tiny: Callable[..., TinyMount]) -> None:
     """The invalidating thread waits for a directory that a lookup holds; the lookup waits for the daemon."""
-    mount = tiny(ANNOUNCE="1", SLOW="1000")
+    mount = tiny(ANNOUNCE="1", HOLD="1")
     program = subprocess.Popen(["stat", str(mount.mountpoint / "slow")], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     try:
         mount.wait_for("LOOKUP slow")
@@ -589,6 +595,34 @@ def test_a_daemon_killed_while_the_kernel_waits_for_a_program_is_let_go(tiny: Ca
         _, errors = program.communicate(timeout=30)
         assert program.returncode != 0 and errors
     finally:
+        mount.close()  # before we wait for a program that waits for it
+        program.kill()
+        program.communicate()
+
+
+@pytest.mark.skipif(
+    os.geteuid() != 0 and not os.path.ismount("/sys/fs/fuse/connections"),
+    reason="needs fusectl or the right to mount it",
+)
+def test_a_companion_that_comes_too_late_to_be_told_lets_go_too(tiny: Callable[..., TinyMount]) -> None:
+    """The daemon's main thread dies before the companion has asked to hear of it."""
+    mount = tiny(ANNOUNCE="1", SLEEPY_COMPANION="1", HOLD="1")
+    program = subprocess.Popen(["stat", str(mount.mountpoint / "slow")], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    try:
+        mount.wait_for("LOOKUP slow")
+        mount.tell("invalidate x")
+        eventually(lambda: threads_in_state(mount.process.pid, b"D"), "the thread waits in the kernel")
+        mount.process.kill()
+        eventually(
+            lambda: Path(f"/proc/{mount.process.pid}/stat").read_bytes().split()[2] == b"Z", "its main thread died"
+        )
+        os.kill(mount.companion, signal.SIGCONT)
+        mount.process.wait(30)
+        program.communicate(timeout=30)
+    finally:
+        with contextlib.suppress(ProcessLookupError):  # ended, as it should
+            os.kill(mount.companion, signal.SIGCONT)
+        mount.close()  # before we wait for a program that waits for it
         program.kill()
         program.communicate()
 
@@ -602,29 +636,34 @@ def threads_in_state(pid: int, state: bytes) -> list[str]:
     return found
 
 
-def test_a_dying_program_is_told_from_a_closing_one_while_its_flush_waits(tiny: Callable[..., TinyMount]) -> None:
+@pytest.mark.parametrize(
+    ("then", "number"),
+    [("time.sleep(100)", signal.SIGTERM), ("f.close(); time.sleep(100)", 0)],
+    ids=["killed", "closes"],
+)
+def test_a_dying_program_is_told_from_a_closing_one_while_its_flush_waits(
+    tiny: Callable[..., TinyMount], then: str, number: int
+) -> None:
     """What the flush handler of the mount will see of its opener."""
-    mount = tiny(SLOW="2")
-    inode = os.stat(mount.mountpoint / "a").st_ino
-    opener = "import time; f = open({path!r}, 'r+b', buffering=0); print(flush=True); {then}"
-    for then, number, held in (("time.sleep(100)", signal.SIGTERM, []), ("f.close(); time.sleep(100)", 0, [])):
-        program = subprocess.Popen(
-            [sys.executable, "-c", opener.format(path=str(mount.mountpoint / "a"), then=then)], stdout=subprocess.PIPE
-        )
-        try:
-            assert program.stdout is not None
-            program.stdout.readline()
-            flushes = len([line for line in mount.poll() if line == "FLUSH"])
-            if number:
-                assert len(procs.write_descriptors(program.pid, mount.dev, {inode}) or []) == 1
-                program.send_signal(number)
-            eventually(
-                lambda flushes=flushes: len([line for line in mount.poll() if line == "FLUSH"]) > flushes,
-                "it is flushed",
-            )
-            assert procs.death_signal(program.pid) == number
-            assert procs.is_exiting(program.pid) == bool(number)
-            assert procs.write_descriptors(program.pid, mount.dev, {inode}) == held
-        finally:
-            program.kill()
-            program.communicate()
+    mount = tiny(HOLD="1")
+    path = mount.mountpoint / "a"
+    inode = os.stat(path).st_ino
+    script = f"import time; f = open({str(path)!r}, 'r+b', buffering=0); print(flush=True); input(); {then}"
+    program = subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    try:
+        assert program.stdout is not None and program.stdin is not None
+        program.stdout.readline()
+        assert len(procs.write_descriptors(program.pid, mount.dev, {inode}) or []) == 1
+        if number:
+            program.send_signal(number)
+        else:
+            program.stdin.write(b"\n")
+            program.stdin.flush()
+        mount.wait_for("FLUSH")
+        assert procs.death_signal(program.pid) == number
+        assert procs.is_exiting(program.pid) == bool(number)
+        assert procs.write_descriptors(program.pid, mount.dev, {inode}) == []
+    finally:
+        mount.tell("go")
+        program.kill()
+        program.communicate()

@@ -529,12 +529,14 @@ def test_watchers_on_a_real_mount_hear_of_a_deletion(
 
 
 def test_the_thread_that_waits_for_a_program_goes_on_when_the_program_does(tiny: Callable[..., TinyMount]) -> None:
-    mount = tiny(SLOW="1")
+    mount = tiny(HOLD="1")
     program = threading.Thread(target=os.stat, args=(mount.mountpoint / "slow",))
     program.start()
     mount.wait_for("LOOKUP slow")
     mount.tell("invalidate x")
     mount.wait_for("INVALIDATING")
     eventually(lambda: threads_in_state(mount.process.pid, b"D"), "it waits in the kernel")
+    assert "INVALIDATED" not in mount.poll()
+    mount.tell("go")
     mount.wait_for("INVALIDATED")
     program.join()

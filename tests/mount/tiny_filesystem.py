@@ -1,15 +1,19 @@
-"""A file system of one directory with two files, to learn from a real kernel what the mount will see of it.
+"""A file system of one directory with a few files, to learn from a real kernel what the mount will see of it.
 
-Run: tiny_filesystem.py MOUNTPOINT. Prints a line per request: the operation, then what matters of it; first READY.
-The lookup of ``slow`` is answered after SLOW seconds (environment). With ANNOUNCE=1 it has a companion, whose pid it
-prints. Commands on standard input, one a line: ``announce NAME``; ``invalidate NAME`` or ``delete NAME`` (through an
-Invalidator; a deleted one is then announced as well); ``bury NAME`` (announced as deleted, whether it is or not).
+Run: tiny_filesystem.py MOUNTPOINT. Prints a line per request: the operation, then what matters of it; first READY and
+the pid of its companion, which it has with ANNOUNCE=1 (environment; SLEEPY_COMPANION=1: stopped as it starts). With
+HOLD=1 the lookup of ``slow`` and every flush are answered after the command ``go``.
+
+Commands on standard input, one a line: ``announce NAME``; ``invalidate NAME`` or ``delete NAME`` (through an
+Invalidator; a deleted one is then announced as well); ``bury NAME`` (announced as deleted, whether it is or not);
+``go``.
 """
 
 from __future__ import annotations
 
 import errno
 import os
+import signal
 import stat
 import sys
 from functools import partial
@@ -22,7 +26,7 @@ from vaultfs.mount.announce import Announcer
 from vaultfs.mount.watch import Invalidator
 
 MOUNTPOINT = sys.argv[1]
-SLOW = float(os.environ.get("SLOW", "0"))
+go = trio.Event()
 KNOWS_SECRET = os.environ.get("KNOWS_SECRET", "1") == "1"
 INODES = {b"a": 2, b"b": 3, b"slow": 4}
 GHOST = 1 << 40
@@ -46,7 +50,7 @@ class Tiny(pyfuse3.Operations):
     async def lookup(self, parent: int, name: bytes, ctx: Any) -> pyfuse3.EntryAttributes:
         say("LOOKUP", name.decode(), ctx.pid)
         if name == b"slow":
-            await trio.sleep(SLOW)
+            await go.wait()
         if name in INODES:
             return self._entry(INODES[name])
         if announcer is not None and ctx.pid == announcer.thread_id and KNOWS_SECRET:
@@ -74,7 +78,7 @@ class Tiny(pyfuse3.Operations):
 
     async def flush(self, fh: int) -> None:
         say("FLUSH")
-        await trio.sleep(SLOW)
+        await go.wait()
 
     async def opendir(self, inode: int, ctx: Any) -> int:
         return inode
@@ -109,6 +113,8 @@ async def serve(announcer: Announcer | None) -> None:
                 verb, _, name = line.partition(b" ")
                 if verb == b"announce" and announcer is not None:
                     announcer.announce(name, 0o644)
+                elif verb == b"go":
+                    go.set()
                 elif verb == b"invalidate":
                     invalidator.entry(1, name, then=lambda: say("INVALIDATED"))
                     say("INVALIDATING")
@@ -126,6 +132,8 @@ async def serve(announcer: Announcer | None) -> None:
     invalidator.stop()
 
 
+if not os.environ.get("HOLD"):
+    go.set()
 options = set(pyfuse3.default_options) | {"fsname=tiny", "default_permissions"}
 if os.geteuid() == 0:
     options.add("allow_other")
@@ -136,6 +144,8 @@ try:
             device = next(line.split()[2] for line in table if line.split()[4] == MOUNTPOINT)
         announcer = Announcer(os.fsencode(MOUNTPOINT), os.makedev(*map(int, device.split(":"))), shared=False)
         announcer.start()
+        if os.environ.get("SLEEPY_COMPANION"):
+            os.kill(announcer.thread_id, signal.SIGSTOP)
     say("READY", announcer.thread_id if announcer else 0)
     trio.run(serve, announcer)
 finally:

@@ -321,6 +321,8 @@ def main(arguments: list[str]) -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(_DAEMON_DIED))
     if os.getppid() != daemon:
         return  # it died before we asked to be told
+    if _is_stuck(daemon):  # or its main thread did: no signal will come any more
+        os.kill(os.getpid(), _DAEMON_DIED)
     companion = Companion(mountpoint, dev, daemon, shared, secret)
     threading.Thread(target=companion.listen, args=(died,), daemon=True).start()
     while True:
