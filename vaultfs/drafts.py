@@ -911,6 +911,8 @@ class DraftFile:
     def become(self, fresh: DraftFile) -> None:
         """Take over the staging file of `fresh`, which is used up by this; ours is forgotten (not unlinked)."""
         old = self.id
+        if self._sidecar:
+            self._drafts.drop_sidecar(self._drafts.staging(), old)
         os.dup2(fresh.fd, self.fd, inheritable=False)
         os.close(fresh.fd)
         fresh.fd = -1
