@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -298,9 +299,10 @@ def test_between_two_locks_of_ours_at_one_path_the_name_is_free_for_a_moment(she
 class ShakyRoot:
     """A root in which the directory of a lock seems to vanish in the walk, `times` times; the file's own does not."""
 
-    def __init__(self, root: VaultRoot, times: int) -> None:
+    def __init__(self, root: VaultRoot, times: int, number: int) -> None:
         self._root = root
         self.times = times
+        self.number = number
 
     def __getattr__(self, name: str) -> object:
         return getattr(self._root, name)
@@ -308,18 +310,19 @@ class ShakyRoot:
     def parent(self, path: bytes) -> object:
         if path.endswith(b".lock") and self.times > 0:
             self.times -= 1
-            raise FileNotFoundError(2, "vanished", path)
+            raise OSError(self.number, "vanished", path)
         return self._root.parent(path)
 
 
-def shaky(shelf: LockVault, times: int) -> PathLocks:
+def shaky(shelf: LockVault, times: int, number: int = errno.ENOENT) -> PathLocks:
     locks = shelf.other()
-    locks._root = ShakyRoot(shelf.root, times)  # type: ignore[assignment]
+    locks._root = ShakyRoot(shelf.root, times, number)  # type: ignore[assignment]
     return locks
 
 
-def test_a_directory_that_vanishes_under_the_look_is_looked_at_again_three_times(shelf: LockVault) -> None:
-    acquisition = shaky(shelf, 3).begin(b"note", GUARD)
+@pytest.mark.parametrize("number", [errno.ENOENT, errno.ENOTDIR, errno.ESTALE])
+def test_a_directory_that_vanishes_under_the_look_is_looked_at_again_three_times(shelf: LockVault, number: int) -> None:
+    acquisition = shaky(shelf, 3, number).begin(b"note", GUARD)
     for _ in range(3):
         assert acquisition.step() == 0.01
     held = acquisition.step()

@@ -58,6 +58,7 @@ from vaultfs.errors import (
     LockBrokenError,
     LockBusyError,
     UnsafePathError,
+    printable,
 )
 from vaultfs.locks.liveness import Judge, Judgement, Verdict, Watch, Watches, is_local
 from vaultfs.locks.making import beside_name, exchange_owner, new_record, put_in_place, sweep
@@ -262,7 +263,13 @@ class Acquisition:
                 return self._locks._attempt(self)
             except _Again:
                 continue
-            except (FileNotFoundError, NotADirectoryError) as error:
+            except OSError as error:
+                if error.errno not in (
+                    errno.ENOENT,
+                    errno.ENOTDIR,
+                    errno.ESTALE,
+                ):  # ESTALE: gone, on network file systems
+                    raise
                 self._note_vanished(error)
                 return _Wait(LOOK_EVERY)
         return _Wait(GAP)
@@ -530,7 +537,7 @@ class PathLocks:
                 contents.ino,
             )
         acquisition.judgement = judgement
-        acquisition.holder = self._describe(contents, judgement)
+        acquisition.holder = self._describe(name, contents, judgement)
         if stray or judgement.verdict in (Verdict.DEAD, Verdict.RESIDUE):
             removal = remove_judged(directory, name, lock, contents)
             if removal is Removal.LEFT:
@@ -545,7 +552,7 @@ class PathLocks:
         if contents.owner_raw is None and not same_directory(directory, name, contents.dev, contents.ino):
             raise _Again  # we caught its owner's release half-way, and it is over
         if judgement.verdict is Verdict.FOREIGN:
-            raise ForeignLockError(f"Its {os.fsdecode(name)} is no lock: {judgement.evidence}.", path=acquisition.path)
+            raise ForeignLockError(f"Its {printable(name)} is no lock: {judgement.evidence}.", path=acquisition.path)
         if contents.unreadable is not None:
             raise LockBrokenError(f"The lock of this file: {contents.unreadable}.", path=acquisition.path)
         if judgement.look_again and acquisition._second_look:
@@ -562,10 +569,10 @@ class PathLocks:
                     return Judgement(Verdict.OURS, "held by this program")
         return self._judge.judge(contents, watch)
 
-    def _describe(self, contents: LockContents, judgement: Judgement) -> str:
+    def _describe(self, name: bytes, contents: LockContents, judgement: Judgement) -> str:
         owner = contents.owner
         if owner is None:
-            return f"somebody unknown ({judgement.evidence})"
+            return f"somebody unknown ({printable(name)}: {judgement.evidence})"
         program = self._program(owner, judgement)
         return f"process {owner.pid}{f' ({program})' if program else ''} since {owner.created_at}: {judgement.evidence}"
 

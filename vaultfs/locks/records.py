@@ -29,6 +29,7 @@ from typing import Any
 import msgspec
 
 from vaultfs import kernel
+from vaultfs.errors import printable
 from vaultfs.state import host_identity
 
 __all__ = [
@@ -255,7 +256,7 @@ def look_into(descriptor: int) -> LockContents:
         for name in sorted(names):
             scrap = _SCRAP.fullmatch(name)
             if name != OWNER and scrap is None and not name.startswith(LEASE_PREFIX):
-                foreign = foreign or f"holds {os.fsdecode(name)!r}, which is not of the protocol"
+                foreign = foreign or f"holds {printable(name)!r}, which is not of the protocol"
                 continue
             protocol = True
             try:
@@ -263,13 +264,15 @@ def look_into(descriptor: int) -> LockContents:
                     raw = read_small_file(descriptor, name)
                     continue
                 entry_status = os.stat(name, dir_fd=descriptor, follow_symlinks=False)
-            except FileNotFoundError:
-                continue  # released under our look; the caller looks at the name again
+            except OSError as error:
+                if error.errno not in (errno.ENOENT, errno.ESTALE):
+                    raise
+                continue  # released under our look (ESTALE: on a network file system); the caller looks again
             except NotAPlainFile as error:
-                foreign = f"its {os.fsdecode(name)!r} {error}"
+                foreign = f"its {printable(name)!r} {error}"
                 continue
             if not stat.S_ISREG(entry_status.st_mode) or entry_status.st_nlink > 1:
-                foreign = f"its {os.fsdecode(name)!r} is no regular file of one name"
+                foreign = f"its {printable(name)!r} is no regular file of one name"
             elif scrap is not None:
                 scraps.append((name, int(scrap[1])))
             else:
