@@ -516,6 +516,7 @@ class MountedVault:
             "PATH": os.environ.get("PATH", "/usr/sbin:/usr/bin:/sbin:/bin"),
             "HOME": str(self.home),
             "XDG_RUNTIME_DIR": str(self.runtime),
+            "VAULTFS_RUNTIME_DIR": str(self.runtime / "vaultfs"),  # root's register is not below XDG_RUNTIME_DIR
             "LC_ALL": "C.UTF-8",
             **INTERPRETER.variables(self.uid),
             TOKEN_VARIABLE: self.token,
@@ -575,7 +576,7 @@ class MountedVault:
         return is_served(self.mnt)
 
     def _find_daemon(self) -> int:
-        found = [pid for pid in processes_with(self.token) if "mount" in describe(pid)]
+        found = [pid for pid in processes_with(self.token) if " mount -f " in describe(pid)]
         assert len(found) == 1, f"expected one daemon in the background, found {[describe(pid) for pid in found]}"
         return found[0]
 
