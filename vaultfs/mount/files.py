@@ -170,7 +170,7 @@ class Files:
         truncating = bool(flags & os.O_TRUNC)
         if not _writes(flags):
             published = name is not None and (name.version is not None or name.live is not None)
-            if published and not redirects.came_back_unlooked(thread, draft, writing=False):
+            if redirects.was_given(thread, draft) and published:
                 raise self._look_again(thread, draft, writing=False)
             self._arrived(thread)
             handle = Handle(draft, writes=False)

@@ -81,7 +81,7 @@ class Inode:
 class Directory(Inode):
     """A directory of the vault; `children` holds only what the kernel knows or a draft needs."""
 
-    __slots__ = ("children", "identity", "name", "parent", "watched")
+    __slots__ = ("children", "identity", "name", "parent", "removed", "watched")
 
     def __init__(self, number: int, parent: Directory | None, name: bytes, identity: tuple[int, int]) -> None:
         super().__init__(number)
@@ -90,6 +90,7 @@ class Directory(Inode):
         self.identity = identity  # (st_dev, st_ino): tells a directory that was replaced outside from this one
         self.children: dict[bytes, Directory | Link | Name] = {}
         self.watched = False
+        self.removed: os.stat_result | None = None  # what it was when it was removed, for those who have it open
 
     @property
     def pinned(self) -> bool:
@@ -106,11 +107,13 @@ class Directory(Inode):
         return depth
 
     def path(self) -> bytes:
-        """Vault-relative path; LookAgainError if the directory is no longer reachable from the root."""
+        """Vault-relative path. Raises FileNotFoundError if it was removed, LookAgainError if it was replaced."""
         if self.number == ROOT_NUMBER:
             return b""
         if self.parent is None:
-            raise LookAgainError("the directory was removed or replaced")
+            if self.removed is not None:
+                raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), self.name)
+            raise LookAgainError("the directory was replaced")
         above = self.parent.path()
         return above + b"/" + self.name if above else self.name
 

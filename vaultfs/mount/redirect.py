@@ -11,7 +11,8 @@ are renamed meanwhile. An entry is made by the ESTALE answer, used by *every* lo
 another kind of request of that thread. It expires after seconds, not milliseconds: longer than the worst stall.
 
 An open that comes back to the same inode without a lookup in between did not walk a path: it came from
-`/proc/self/fd/N` or an O_PATH descriptor. `Redirects.answer` tells such a caller apart.
+`/proc/self/fd/N` or an O_PATH descriptor (`came_back_unlooked`). Nor did an open of a draft that no lookup of the same
+thread was answered with (`was_given`): names of drafts are never cached, so a walk always asks.
 """
 
 from __future__ import annotations
@@ -65,6 +66,7 @@ class Redirects:
 
     def __init__(self) -> None:
         self._pending: dict[int, Redirect] = {}
+        self._given: dict[int, tuple[Draft, float]] = {}
 
     def __len__(self) -> int:
         return len(self._pending)
@@ -83,6 +85,15 @@ class Redirects:
         pending = self._pending.get(thread)
         return pending is not None and pending.source is source and pending.writing is writing and not pending.looked
 
+    def gave(self, thread: int, draft: Draft) -> None:
+        """A lookup of `thread` was answered with `draft`."""
+        self._given[thread] = (draft, time.monotonic() + EXPIRES_AFTER)
+
+    def was_given(self, thread: int, draft: Draft) -> bool:
+        """True if the open of `draft` that `thread` makes now comes from a path walk."""
+        given = self._given.pop(thread, None)
+        return given is not None and given[0] is draft and given[1] > time.monotonic()
+
     def end(self, thread: int) -> Draft | None:
         """`thread` got what it wanted, or gave up; returns the draft that it had been promised."""
         pending = self._pending.pop(thread, None)
@@ -91,6 +102,9 @@ class Redirects:
     def expire(self) -> Iterable[Draft]:
         """Drop what nobody came back for; yields the drafts that lost a promise."""
         now = time.monotonic()
+        for thread, (_, expires) in list(self._given.items()):
+            if expires < now:
+                del self._given[thread]
         for thread, pending in list(self._pending.items()):
             if pending.expires < now:
                 del self._pending[thread]

@@ -2,7 +2,7 @@
 
 Order on the way up, each step undone by the one `ExitStack` if a later one fails::
 
-    root → state directory → fence → drafts, recovered → locks → FUSE session → control server → READY
+    root → state directory → fence → drafts and locks → recovery → FUSE session → control server → READY
 
 The root's descriptor is taken before anything is mounted, so that a mount over the vault itself does not get between.
 READY is said only after a statfs on the mount was answered, in a thread: it comes back to us as a request.
@@ -72,23 +72,23 @@ def serve(options: MountOptions, *, ready: Callable[[], None]) -> int:
         if not options.shared:
             fence = Fence.acquire(root, state)
             stack.callback(fence.release)
-        drafts = Drafts(root, state, fence.record.attempt if fence is not None else None)
+        drafts = Drafts(root, state, fence.attempt if fence is not None else None)
         stack.callback(drafts.close)
-        report = drafts.recover()
-        if summary := report.summary() if hasattr(report, "summary") else "":
-            log.info("recovered: %s", summary)
         locks = PathLocks(
             root,
             state,
             stale=options.lock_stale,
             timeout=options.lock_timeout,
             private=options.private_locks,
+            shared=options.shared,
         )
         stack.callback(locks.close)
-        locks.sweep()
         if fence is not None:
             drafts.assert_owned = fence.assert_owned
             drafts.fenced = True
+        report = drafts.recover(locks)
+        if report.anything:
+            logging.getLogger("vaultfs.notice").info("%s", report.summary())
         mount = Mount(options, root, state, drafts, locks, fence)
         return mount.run(ready)
 

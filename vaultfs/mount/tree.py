@@ -32,11 +32,11 @@ from vaultfs.errors import (
     LookAgainError,
     ProtectedMemberError,
     ReservedNameError,
-    UnsafePathError,
     VaultError,
 )
 from vaultfs.identity import FileIdentity
 from vaultfs.locks import is_lock_directory
+from vaultfs.locks.below import lock_below
 from vaultfs.mount.attributes import KEPT_BRIEFLY, KEPT_LONG, entry_attributes
 from vaultfs.mount.context import MountContext
 from vaultfs.mount.inodes import Directory, Draft, Inode, Link, LiveFile, Name, Version
@@ -44,8 +44,7 @@ from vaultfs.mount.saves import Saves
 
 __all__ = ["DirectoryListing", "Tree"]
 
-LOCK_BELOW_PAUSE = 0.05  # seconds between looks for them
-LOCKS_BELOW_LIMIT = 20_000  # entries looked at for foreign locks when a directory is renamed or removed
+LOCK_BELOW_PAUSE = 0.05  # seconds between looks for locks below a directory that is to be renamed
 
 
 def _absent(path: bytes) -> FileNotFoundError:
@@ -92,6 +91,8 @@ class Tree:
             redirected = self._redirected(inode, thread)
             if redirected is not None:
                 inode = redirected
+            if isinstance(inode, Draft):
+                context.redirects.gave(thread, inode)
         inode.lookups += 1
         return self.entry(inode, status)
 
@@ -103,6 +104,7 @@ class Tree:
             shown = child.shown_draft
             if shown is not None and shown.kind == "new":
                 inode = self._redirected(shown, thread) or shown
+                self._context.redirects.gave(thread, inode)
                 inode.lookups += 1
                 return self.entry(inode, None)
         if parent.watched and not self._context.policy.may_be_lock_directory(name):
@@ -208,6 +210,10 @@ class Tree:
         if isinstance(inode, LiveFile):
             return entry_attributes(self.live_status(inode), inode.number, entry_timeout=0.0, attr_timeout=0.0)
         assert isinstance(inode, Directory | Link)
+        if isinstance(inode, Directory) and inode.removed is not None:
+            gone = entry_attributes(inode.removed, inode.number, entry_timeout=0.0, attr_timeout=0.0)
+            gone.st_nlink = 0
+            return gone
         status = self._context.root.stat(inode.path())
         return entry_attributes(status, inode.number, entry_timeout=0.0, attr_timeout=KEPT_BRIEFLY)
 
@@ -462,6 +468,7 @@ class Tree:
         child = parent.children.get(name)
         if isinstance(child, Directory) and self._has_unpublished(child):
             raise OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY), path)
+        status = context.root.stat(path)
         with context.changing():
             try:
                 context.root.rmdir(path)
@@ -470,6 +477,8 @@ class Tree:
                     raise
                 self._clear_machinery(path)
                 context.root.rmdir(path)
+        if isinstance(child, Directory):
+            child.removed = status
         context.inodes.drop(parent, name)
 
     @staticmethod
@@ -724,9 +733,9 @@ class Tree:
                 move()
         else:
             deadline = trio.current_time() + context.options.lock_timeout
-            while (held := self._lock_below(old_parent.path_of(old))) is not None:
-                if trio.current_time() > deadline:
-                    raise held
+            while (held := lock_below(context.root, context.locks, old_parent.path_of(old))) is not None:
+                if trio.current_time() > deadline:  # its owner could not find it again
+                    raise LockBusyError(f"a lock below it is held: {held.evidence}", path=held.lock_path)
                 await trio.sleep(LOCK_BELOW_PAUSE)
             await context.while_locked(lambda: (old_parent.path_of(old), new_parent.path_of(new)), move)
 
@@ -763,28 +772,6 @@ class Tree:
                 child.parent, child.name = parent, name
                 parent.children[name] = child
 
-    def _lock_below(self, path: bytes) -> LockBusyError | None:
-        """The error for a lock that somebody else holds in the directory, whose owner could not find it again."""
-        context = self._context
-        pending, looked_at = [path], 0
-        while pending and looked_at < LOCKS_BELOW_LIMIT:
-            directory = pending.pop()
-            try:
-                entries = context.root.scandir(directory)
-            except (OSError, UnsafePathError):
-                continue  # removed meanwhile, or a mount: no lock of a file that moves
-            for name, status in entries:
-                looked_at += 1
-                if not stat.S_ISDIR(status.st_mode) or status.st_dev != context.root.dev:
-                    continue
-                below = directory + b"/" + name
-                if name.endswith(b".lock"):
-                    report = context.locks.inspect(below.removesuffix(b".lock"))
-                    if report is not None and report.verdict in ("alive", "unknown"):
-                        return LockBusyError(f"a lock below it is held: {report.evidence}", path=below)
-                pending.append(below)
-        return None
-
     # --- outside changes ----------------------------------------------------------------------------------------
 
     async def changed_outside(self, number: int, name: bytes, deleted: bool) -> None:
@@ -793,8 +780,8 @@ class Tree:
         try:
             directory = context.inodes.directory(number)
             path = directory.path_of(name) if name else b""
-        except (LookAgainError, NotADirectoryError):
-            return  # forgotten meanwhile: the kernel keeps nothing of it either
+        except (LookAgainError, NotADirectoryError, FileNotFoundError):
+            return  # forgotten or removed meanwhile: the kernel keeps nothing of it either
         if context.invalidator is None or context.policy.is_machinery(path):
             return
         if not name:  # the directory itself went or moved: its watch tells nothing reliable any more
