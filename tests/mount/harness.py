@@ -832,7 +832,8 @@ class MountedVault:
     def _assert_ended(self) -> None:
         assert not is_served(self.mnt), "still mounted after unmounting"
         if self.background:
-            assert not os.path.exists(f"/proc/{self.pid}"), "vaultfs umount returned, but the daemon lives"
+            # A zombie has ended: whoever adopted it may take its time to notice.
+            assert _has_ended(self.pid), "vaultfs umount returned, but the daemon lives"
         else:
             assert self._process is not None
             # Our own child stays a zombie until we wait for it: gone means that it does not run any more.
