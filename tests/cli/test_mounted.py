@@ -25,6 +25,7 @@ from tests.mount.harness import (
     TEST_UID,
     MountedVault,
     describe,
+    drop_lock,
     eventually,
     in_mountinfo,
     is_served,
@@ -122,7 +123,8 @@ def test_the_daemon_is_detached_from_whoever_started_it(unmounted: MountedVault)
     assert fields[4] == "0", "it has a controlling terminal"
     os.kill(pid, signal.SIGHUP)
     time.sleep(0.3)
-    assert is_served(unmounted.mnt) == Path(f"/proc/{pid}").exists()  # going on or ending cleanly: both are fine
+    if not is_served(unmounted.mnt):  # going on or ending cleanly: both are fine
+        eventually(lambda: not Path(f"/proc/{pid}").exists() or _is_zombie(pid), "the daemon ends")
 
 
 def test_mount_over_the_vault_itself(vault_mount: Factory) -> None:
@@ -276,7 +278,7 @@ def test_every_ordinary_end_is_a_clean_one(vault_mount: Factory, way: str) -> No
     assert not is_served(mount.mnt)
     assert mount.read_behind("note.md") == b"saved"
     mount._finished = True  # finish() must not unmount what is unmounted; it goes on to look for what is left
-    status = json.loads(mount.cli("status", "--json").stdout)
+    status = json.loads(mount.cli("status", "--json", check=False).stdout)
     assert str(mount.mnt) not in [entry["mountpoint"] for entry in status["mounts"]]
 
 
@@ -327,8 +329,9 @@ def test_umount_of_what_is_not_mounted(unmounted: MountedVault, path: str) -> No
 
 
 def test_status_without_any_mount(unmounted: MountedVault) -> None:
-    assert json.loads(unmounted.cli("status", "--json").stdout)["mounts"] == [] or os.geteuid() == 0
-    assert unmounted.cli("status", check=False).stderr == b""
+    done = unmounted.cli("status", check=False)
+    assert done.stderr == b"" and done.stdout != b""
+    json.loads(unmounted.cli("status", "--json", check=False).stdout)
     done = unmounted.cli("status", str(unmounted.vault), check=False)
     assert done.returncode == ExitCode.NOT_FOUND
     one_clear_line(done)
@@ -338,7 +341,7 @@ def test_status_tells_of_writers_and_counts_what_happened(mounted: MountedVault)
     before = mounted.counters()
     for number in range(3):
         (mounted.mnt / "counted.md").write_text(f"{number}")
-    assert mounted.counters()["saves"] >= before["saves"] + 3
+    assert mounted.counters()["saves"] >= before.get("saves", 0) + 3
 
     def hold(path: str) -> None:
         with open(path, "w") as file:
@@ -354,7 +357,7 @@ def test_status_tells_of_writers_and_counts_what_happened(mounted: MountedVault)
     assert "python" in draft["program"]
     assert draft["age_s"] >= 0
     for words in (["status"], ["status", str(mounted.mnt)], ["status", str(mounted.vault)]):
-        text = mounted.cli(*words).stdout.decode()
+        text = mounted.cli(*words, check=False).stdout.decode()  # other mounts may be in trouble
         for expected in (str(mounted.vault), str(mounted.mnt), "counted.md", str(client.pid), draft["program"]):
             assert expected in text, (words, text)
     client.say()
@@ -374,29 +377,22 @@ def test_status_of_a_path_inside_tells_of_its_mount(mounted: MountedVault) -> No
 def test_status_answers_while_the_daemon_hangs(mounted: MountedVault) -> None:
     os.kill(mounted.pid, signal.SIGSTOP)
     try:
-        done = mounted.cli("status", check=False)
+        done = mounted.cli("status", "--json", check=False)
         assert done.returncode == ExitCode.FAILED
-        assert str(mounted.mnt) in done.stdout.decode()
-        (view,) = [
-            m
-            for m in json.loads(mounted.cli("status", "--json", check=False).stdout)["mounts"]
-            if m["mountpoint"] == str(mounted.mnt)
-        ]
+        (view,) = [view for view in json.loads(done.stdout)["mounts"] if view["mountpoint"] == str(mounted.mnt)]
         assert view["answers"] is False and view["problem"]
     finally:
         os.kill(mounted.pid, signal.SIGCONT)
-    assert mounted.cli("status").returncode == 0
+    assert mounted.cli("status", str(mounted.mnt)).returncode == 0
 
 
 def test_a_save_held_up_by_a_lock_shows_in_status(vault_mount: Factory) -> None:
     """The lock is another program's; the writer waits, gets EBUSY, and its text is listed and saved elsewhere."""
     mount = vault_mount(options="lock-timeout=1s", files={"note.md": "old"})
-    mount.expect_kept(1)
     mount.expect_log("lock", "busy", "EBUSY")
     holder = subprocess.Popen(["sleep", "600"])
     try:
-        make_lock(mount.behind / "note.md", holder.pid)
-        mount.allow_lock("note.md.lock")
+        token = make_lock(mount.behind / "note.md", holder.pid)
 
         def save(path: str) -> str:
             import errno
@@ -416,6 +412,12 @@ def test_a_save_held_up_by_a_lock_shows_in_status(vault_mount: Factory) -> None:
         assert "note.md" in text
         assert mount.counters()["busy"] >= 1
         assert mount.read("note.md") == b"old"
+        assert mount.status()["retries"] == ["note.md"]
+        drop_lock(mount.behind / "note.md", token)
+        eventually(
+            lambda: mount.read_behind("note.md") == b"new", "what was refused is published once the lock is gone"
+        )
+        eventually(lambda: mount.kept() == [] and mount.status()["retries"] == [], "and listed no more")
     finally:
         holder.kill()
         holder.wait()
@@ -454,7 +456,7 @@ def test_a_kept_draft_is_listed_and_can_be_got_out(mounted: MountedVault) -> Non
     text = mounted.cli("drafts", str(mounted.mnt)).stdout.decode()
     for expected in ("note.md", kept["id"][:8], "python"):
         assert expected in text
-    assert "note.md" in mounted.cli("drafts").stdout.decode()
+    assert "note.md" in mounted.cli("drafts", check=False).stdout.decode()
     assert mounted.kept_content(kept) == b"what was written \xff so far"
     inside = mounted.mnt / "recovered.md"
     mounted.cli("drafts", "save-as", kept["id"], str(inside))
@@ -526,7 +528,7 @@ def test_a_second_mount_of_a_vault_is_refused_naming_the_first(vault_mount: Fact
 
 
 def test_the_fence_refuses_a_second_mount_even_if_the_register_is_lost(vault_mount: Factory) -> None:
-    """Another user, or another XDG_RUNTIME_DIR: the register is another one, the vault is the same."""
+    """Another user, or another place for the register: the register is another one, the vault is the same."""
     first = vault_mount()
     other = first.base / "other"
     other.mkdir()
@@ -534,7 +536,7 @@ def test_the_fence_refuses_a_second_mount_even_if_the_register_is_lost(vault_mou
     elsewhere.mkdir(mode=0o700)
     done = subprocess.run(
         [first.python(), "-m", "vaultfs", "mount", first.vault, other],
-        env={**first.environment(), "XDG_RUNTIME_DIR": str(elsewhere)},
+        env={**first.environment(), "VAULTFS_RUNTIME_DIR": str(elsewhere / "vaultfs")},
         capture_output=True,
         timeout=GUARD,
         check=False,
@@ -578,9 +580,9 @@ def test_a_dead_mount_is_recognized_and_replaced(unmounted: MountedVault, over_i
         pid = json.loads(unmounted.cli("status", str(where), "--json").stdout)["mounts"][0]["pid"]
         os.kill(pid, signal.SIGKILL)
         eventually(lambda: not Path(f"/proc/{pid}").exists() or _is_zombie(pid), "the daemon is dead")
-        with pytest.raises(OSError, match="not connected"):
+        with pytest.raises(OSError, match=r"not connected|connection abort"):
             os.listdir(where)
-        done = unmounted.cli("status", check=False)
+        done = unmounted.cli("status", str(where), check=False)
         assert done.returncode == ExitCode.FAILED
         assert str(where) in done.stdout.decode() and "died" in done.stdout.decode()
         done = mount_it(unmounted, *words)
@@ -599,7 +601,7 @@ def test_umount_clears_a_dead_mount_away(unmounted: MountedVault) -> None:
     os.kill(record(unmounted)["pid"], signal.SIGKILL)
     unmounted.cli("umount", str(unmounted.mnt))
     assert in_mountinfo(unmounted.mnt) is None
-    assert json.loads(unmounted.cli("status", "--json", check=False).stdout)["mounts"] == []
+    assert str(unmounted.mnt) not in unmounted.cli("status", check=False).stdout.decode()
 
 
 # --------------------------------------------------------------------------------------------------------- bad input
@@ -738,15 +740,21 @@ def everything_below(base: Path) -> set[str]:
     }
 
 
+def mounts_of(mount: MountedVault) -> list[str]:
+    """The lines of the kernel's table that concern this test; others may mount at the same time."""
+    return [line for line in Path("/proc/self/mountinfo").read_text().splitlines() if str(mount.base) in line]
+
+
 def assert_refused(mount: MountedVault, words: Sequence[str | Path], code: int, pattern: str) -> None:
-    before, mounts = everything_below(mount.base), Path("/proc/self/mountinfo").read_text()
+    mount.python()  # makes the interpreter reachable for the user, by mounts of its own
+    before, mounts = everything_below(mount.base), mounts_of(mount)
     for foreground in ((), ("-f",)):
         done = mount_it(mount, *words, *foreground)
         text = one_clear_line(done)
         assert done.returncode == code, text
         assert re.search(pattern, text), text
         assert everything_below(mount.base) == before, "something was left behind"
-        assert Path("/proc/self/mountinfo").read_text() == mounts
+        assert mounts_of(mount) == mounts
         assert processes_with(mount.token) == []
 
 
@@ -911,7 +919,7 @@ def test_control_characters_in_names_are_escaped(mounted: MountedVault) -> None:
         client = mounted.spawn(hold, str(mounted.mnt / name))
         assert client.hear() == "open"
         for words in (["status"], ["status", str(mounted.mnt)]):
-            done = mounted.cli(*words)
+            done = mounted.cli(*words, check=False)
             assert_harmless(done.stdout)
             assert b"evil" in done.stdout or b"not utf-8" in done.stdout
         assert name in [draft["path"] for draft in mounted.status()["drafts"]]
@@ -949,7 +957,7 @@ def test_a_vault_and_a_mountpoint_with_strange_names(unmounted: MountedVault) ->
         assert (vault / "note.md").read_text() == "x"
         status = json.loads(unmounted.cli("status", str(mountpoint), "--json").stdout)["mounts"][0]
         assert (status["vault"], status["mountpoint"]) == (str(vault), str(mountpoint))
-        assert_harmless(unmounted.cli("status").stdout)
+        assert_harmless(unmounted.cli("status", check=False).stdout)
         unmounted.cli("umount", str(mountpoint))
         with pytest.raises(FileNotFoundError):
             os.stat(mountpoint / "note.md")
