@@ -476,14 +476,11 @@ class _Recovery:
             self._unmark(record.target_path, record.ino)
             self._report.published.append(os.fsdecode(record.target_path))
         if published and safe and record.base is not None and identity.same_content(record.base):
-            reading = self._reading(found)
-            try:
-                with nobody_writes(reading) as proven:
-                    if proven:
-                        self._delete(found)
-                        return
-            finally:
-                os.close(reading)
+            self._hold_for_reading(found)
+            with nobody_writes(found.fd) as proven:
+                if proven:
+                    self._delete(found)
+                    return
         reason = "displaced by a save that was cut off"
         self._keep(
             found,
@@ -500,12 +497,12 @@ class _Recovery:
         )
 
     @staticmethod
-    def _reading(found: _Found) -> int:
-        """A read-only descriptor: leases are not to be had on others (nor on O_PATH, which proves nothing then)."""
-        try:
-            return os.open(found.name, os.O_RDONLY | _OPEN_FLAGS, dir_fd=found.directory)
-        except PermissionError:
-            return os.dup(found.fd)
+    def _hold_for_reading(found: _Found) -> None:
+        """Exchange our descriptor for a read-only one: our own O_RDWR would count as a writer under a lease."""
+        with contextlib.suppress(PermissionError):  # then it is O_PATH, which proves nothing, so the file is kept
+            reading = os.open(found.name, os.O_RDONLY | _OPEN_FLAGS, dir_fd=found.directory)
+            os.close(found.fd)
+            found.fd = reading
 
     def _unmark(self, path: bytes, ino: int) -> None:
         with contextlib.suppress(OSError, VaultError):  # the mark is void and hidden; taking it off is tidiness
