@@ -20,6 +20,7 @@ from vaultfs.control import client, protocol, registry
 from vaultfs.control.protocol import HeldLockInfo, KeptDraftInfo, MountStatus, OpenDraft
 from vaultfs.control.server import ControlServer
 from vaultfs.errors import DraftNotFoundError, NoAnswerError, VaultError
+from vaultfs.mountinfo import MountEntry
 
 
 class FakeMount:
@@ -244,6 +245,22 @@ def test_what_a_killed_daemon_left_is_cleared_and_a_living_one_is_not(runtime: P
         daemon.kill()
         daemon.wait()
         daemon.stdout.close()
+
+
+def test_a_dead_daemon_is_remembered_while_its_mount_stands(runtime: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    table = [MountEntry(1, 0, 1, "/m", frozenset(), "fuse.vaultfs", "/v", frozenset())]
+    monkeypatch.setattr(registry, "mounts", lambda: table)
+    registration = registry.register(vault="/v", mountpoint="/m", vault_dev=1, vault_ino=2)
+    registration.entry.start_time -= 1
+    registration.publish()
+    assert registry.entries() == []
+    assert [entry.vault for entry in registry.dead()] == ["/v"]
+    successor = registry.register(vault="/v", mountpoint="/m", vault_dev=1, vault_ino=2)
+    successor.publish()
+    assert registry.entries() == [successor.entry]  # mounted again: what stands there is no dead mount any more
+    assert registry.dead() == []
+    assert len(os.listdir(runtime)) == 1
+    successor.close()
 
 
 def test_a_pid_used_again_is_no_running_daemon(runtime: Path) -> None:

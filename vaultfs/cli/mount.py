@@ -45,7 +45,7 @@ from vaultfs.cli.preflight import check, check_log_file
 from vaultfs.config import OPTIONS, MountOptions, build_options, describe_default
 from vaultfs.control import protocol
 from vaultfs.control.protocol import Failure
-from vaultfs.errors import ConfigError, DeviceMissingError, ExitCode, MountFailedError, printable
+from vaultfs.errors import ConfigError, DeviceMissingError, ExitCode, MountFailedError, VaultError, printable
 from vaultfs.mountinfo import mount_at, mounts, unmount
 
 __all__ = ["NOTICES", "configure", "default_log_file", "options_help", "run"]
@@ -301,11 +301,14 @@ class _Waiting:
 
     def _heard(self, message: dict[str, Any]) -> bool:
         if "notice" in message:
-            tell(str(message["notice"]))
+            tell(printable(str(message["notice"])))
         elif "mounting" in message:
             self._mounting = str(message["mounting"])
         elif "error" in message:
-            raise protocol.revive(protocol.decode(message["error"], Failure))
+            error = protocol.revive(protocol.decode(message["error"], Failure))
+            if type(error) is VaultError:  # one that nobody foresaw
+                error.remedy = f"This should not happen. The log tells more: {printable(self._log_path)}"
+            raise error
         return "ready" in message
 
     def _ended(self, daemon: subprocess.Popen[bytes]) -> MountFailedError:

@@ -1,9 +1,10 @@
 """``vaultfs status``: what is mounted, who writes what, which locks are held, what happened so far.
 
-The mounts are those of the register (`vaultfs.control.registry`) and, for completeness, those in the kernel's own
-table that are in no register this user can read: another user's, or one whose daemon was killed. Each daemon is
-asked over its control socket, so a mount that hangs is shown as one that does not answer, and holds nothing up for
-longer than its time limit. Exit code 0 if all mounts answer, 1 if one does not.
+The mounts are those of the register (`vaultfs.control.registry`), also the dead ones, and those in the kernel's own
+table that are in no register this user can read: another user's, or one whose register is lost (with
+``VAULTFS_RUNTIME_DIR`` the register alone counts, unless a path is asked for). Each daemon is asked over its control
+socket, so a mount that hangs is shown as one that does not answer, and holds nothing up for longer than its time
+limit. Exit code 0 if all mounts answer, 1 if one does not; mounts of other users do not count.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ class View(msgspec.Struct):
     status: MountStatus
     answers: bool
     problem: str | None = None
+    foreign: bool = False  # another user's, which this one cannot ask
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -65,7 +67,7 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         style = Style()
         say("\n".join(_text(view, style) for view in views))
-    return ExitCode.OK if all(view.answers for view in views) else ExitCode.FAILED
+    return ExitCode.OK if all(view.answers or view.foreign for view in views) else ExitCode.FAILED
 
 
 def collect(path: str | None = None, timeout: float = 5.0) -> list[View]:
@@ -73,24 +75,27 @@ def collect(path: str | None = None, timeout: float = 5.0) -> list[View]:
 
     Raises NotMountedError if `path` belongs to none.
     """
-    entries = registry.entries()
-    listed = {entry.mountpoint for entry in entries}
+    running, dead = registry.entries(), registry.dead()
+    listed = {entry.mountpoint for entry in [*running, *dead]}
     others = [mount for mount in mounts() if mount.ours and mount.mountpoint not in listed]
     if path is not None:
         real = real_path(path)
-        entry = registry.find(real, entries)
+        entry = registry.find(real, [*running, *dead])
         inside = [mount for mount in others if _contains(mount.mountpoint, real)]
         inside.sort(key=lambda mount: len(mount.mountpoint))
         if entry is not None and not (inside and len(inside[-1].mountpoint) > len(entry.mountpoint)):
-            entries, others = [entry], []
+            running, dead, others = [item for item in running if item is entry], [], []
+            dead = [] if running else [entry]
         elif inside:
-            entries, others = [], inside[-1:]
+            running, dead, others = [], [], inside[-1:]
         else:
             raise NotMountedError("this belongs to no mounted vault", path=real)
+    elif os.environ.get("VAULTFS_RUNTIME_DIR"):
+        others = []
     with ThreadPoolExecutor(max_workers=16) as pool:
-        asked = pool.map(lambda entry: _ask(entry, timeout), entries)
+        asked = pool.map(lambda entry: _ask(entry, timeout), running)
         looked = pool.map(_look, others)
-        return [*asked, *looked]
+        return [*asked, *map(_dead, dead), *looked]
 
 
 def _contains(top: str, path: str) -> bool:
@@ -104,7 +109,20 @@ def _ask(entry: Entry, timeout: float) -> View:
         problem = error.message
     except (VaultError, OSError) as error:
         problem = str(error)
-    known = MountStatus(
+    return View(_known(entry), answers=False, problem=problem)
+
+
+def _dead(entry: Entry) -> View:
+    return View(_known(entry), answers=False, problem=_died(entry.mountpoint))
+
+
+def _died(mountpoint: str) -> str:
+    return f"its daemon died; mount it again, or clear it away with: vaultfs umount {mountpoint}"
+
+
+def _known(entry: Entry) -> MountStatus:
+    """What the register knows without asking."""
+    return MountStatus(
         vault=entry.vault,
         mountpoint=entry.mountpoint,
         pid=entry.pid,
@@ -112,7 +130,6 @@ def _ask(entry: Entry, timeout: float) -> View:
         version=entry.version,
         log_file=entry.log_file,
     )
-    return View(known, answers=False, problem=problem)
 
 
 def _look(mount: MountEntry) -> View:
@@ -125,11 +142,12 @@ def _look(mount: MountEntry) -> View:
     except OSError as error:
         problem = f"it cannot be looked at: {error.strerror}"
         if error.errno in (errno.ENOTCONN, errno.ECONNABORTED):
-            problem = f"its daemon died; clear it away with: vaultfs umount {mount.mountpoint}"
-    if mount.user_id not in (None, os.geteuid()):
+            problem = _died(mount.mountpoint)
+    foreign = mount.user_id not in (None, os.geteuid())
+    if foreign:
         problem += f" (it belongs to user {mount.user_id})"
     status = MountStatus(vault=mount.source, mountpoint=mount.mountpoint, pid=0, since="", version="")
-    return View(status, answers=False, problem=problem)
+    return View(status, answers=False, problem=problem, foreign=foreign)
 
 
 # --- for people

@@ -79,7 +79,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _find(path: str) -> tuple[Entry | None, MountEntry | None]:
     """The register's and the kernel's view of the mount at `path`, or of the vault `path`."""
     real = real_path(path)
-    known = registry.entries()
+    known = [*registry.entries(), *registry.dead()]
     entry = next((entry for entry in known if entry.mountpoint == real), None)
     entry = entry or next((entry for entry in known if entry.vault == real), None)
     mount = mount_at(entry.mountpoint if entry is not None else real)

@@ -9,7 +9,8 @@ It lives outside every vault, in a directory of its own (0700, checked to be our
 
 ``NAME.json`` holds an `Entry`, ``NAME.sock`` is the socket; NAME is unique for each run of a daemon, so nobody ever
 removes a successor's files. An entry is believed only while its process lives: the same pid *with the same start
-time* on the same boot. Whoever reads the register clears what dead daemons left (they cannot do it themselves).
+time* on the same boot. Whoever reads the register clears what dead daemons left (they cannot do it themselves), but
+not before the mount that such a daemon left is gone too: until then its user wants to hear what stands there.
 An entry made in another pid namespace cannot be judged from here and is left alone.
 
 Root sees the registers of all users, a user only its own. Mounts that are in no register one can see are still in
@@ -33,10 +34,12 @@ from vaultfs import __version__
 from vaultfs.control import protocol
 from vaultfs.errors import VaultError, printable
 from vaultfs.mount import procs
+from vaultfs.mountinfo import mounts
 
 __all__ = [
     "Entry",
     "Registration",
+    "dead",
     "entries",
     "find",
     "is_running",
@@ -205,29 +208,54 @@ def _directories() -> list[str]:
 
 def entries() -> list[Entry]:
     """All running mounts that this user may know of, oldest first. Clears what dead daemons left behind."""
-    found = []
+    return _scan()[0]
+
+
+def dead() -> list[Entry]:
+    """Mounts whose daemon died and that still stand in the kernel's table: every look at them is an error.
+
+    Their entries are kept until the mount is gone, so that its user hears what it was.
+    """
+    return _scan()[1]
+
+
+def _scan() -> tuple[list[Entry], list[Entry]]:
+    """(running, dead). Removes the entries of dead daemons whose mounts are gone, or replaced by running ones."""
+    running: list[Entry] = []
+    gone: list[tuple[str, Entry, bool]] = []
     for directory in _directories():
         try:
             names = os.listdir(directory)
+            owner = os.lstat(directory).st_uid
         except (PermissionError, FileNotFoundError):
             continue  # another user's, or just removed: nothing of it may be known
-        owner = os.lstat(directory).st_uid
         if owner != os.geteuid() and str(owner) not in directory.replace("-", "/").split("/"):
             continue  # /tmp/vaultfs-1000 made by somebody else than 1000: what it says is worth nothing
         for name in names:
+            path = f"{directory}/{name}"
             if name.endswith(".json"):
-                entry = _read(f"{directory}/{name}", owner)
+                entry = _read(path, owner)
                 if entry is None:
                     continue
                 if is_running(entry) is False:
-                    if owner != os.geteuid():
-                        continue  # root removes nothing in a directory that another user could swap under its hands
-                    Registration(f"{directory}/{name}", entry).close()
+                    # Root removes nothing in a directory that another user could swap under its hands.
+                    gone.append((path, entry, owner == os.geteuid()))
                 else:
-                    found.append(entry)
+                    running.append(entry)
             elif name.endswith((".sock", ".tmp")) and owner == os.geteuid():
                 _clear_orphan(directory, name)
-    return sorted(found, key=lambda entry: (entry.since, entry.mountpoint))
+    standing = {mount.mountpoint for mount in mounts() if mount.ours} - {entry.mountpoint for entry in running}
+    left: dict[str, Entry] = {}
+    for path, entry, removable in gone:
+        if entry.mountpoint in standing:
+            left[entry.mountpoint] = entry
+        elif removable:
+            Registration(path, entry).close()
+
+    def by_age(entry: Entry) -> tuple[str, str]:
+        return entry.since, entry.mountpoint
+
+    return sorted(running, key=by_age), sorted(left.values(), key=by_age)
 
 
 def _read(path: str, owner: int) -> Entry | None:
