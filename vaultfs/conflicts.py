@@ -14,7 +14,7 @@ from typing import Final
 
 __all__ = ["conflict_name", "same_bytes"]
 
-_MARK: Final = re.compile(rb"\.sync-conflict-\d{8}-\d{6}-[A-Z2-7]{7}")
+_MARK: Final = re.compile(rb"\.sync-conflict-\d{8}-\d{6}-[0-9A-Za-z]{5,16}")  # other tools' IDs as well
 _NAME_LIMIT: Final = 255
 _EXTENSION_LIMIT: Final = 64  # what is longer is no extension, but a sentence with a dot in it
 _CHUNK: Final = 1 << 20

@@ -104,14 +104,17 @@ class Files:
             raise self._look_again(thread, version, writing=True, truncating=bool(flags & os.O_TRUNC))
         if version.stat.st_nlink > 1 and self._context.options.hardlinks == "refuse":
             raise HardLinkedError(path=version.name.path())
-        unlooked = redirects.came_back_unlooked(thread, version, writing=False)
-        if not unlooked or version.descriptor is None:
+        pending = redirects.get(thread)
+        second = pending is not None and not pending.writing
+        if not (second and version.descriptor is not None):
             if not self._is_current(version):
                 raise self._look_again(thread, version, writing=False)
             try:
                 version.open_content(self._context.root)
             except LookAgainError:
                 raise self._look_again(thread, version, writing=False) from None
+        # The second time it is what the name held when this thread looked: the kernel looks again only once, so
+        # a version that was superseded since then is given all the same. It was current after open(2) was called.
         descriptor = version.descriptor
         assert descriptor is not None
         if not version.checked_header:
@@ -168,9 +171,10 @@ class Files:
         name = draft.name
         pending = redirects.get(thread)
         truncating = bool(flags & os.O_TRUNC)
+        walked = redirects.was_given(thread, draft)
         if not _writes(flags):
             published = name is not None and (name.version is not None or name.live is not None)
-            if redirects.was_given(thread, draft) and published:
+            if walked and published:
                 raise self._look_again(thread, draft, writing=False)
             self._arrived(thread)
             handle = Handle(draft, writes=False)

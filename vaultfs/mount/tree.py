@@ -21,7 +21,7 @@ import errno
 import os
 import stat
 from collections.abc import AsyncIterator, Iterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from functools import partial
 
 import pyfuse3
@@ -121,6 +121,10 @@ class Tree:
             return None
         pending.looked = True
         name = inode.name
+        if not pending.writing and isinstance(inode, Version):
+            # Opened here, so that the open that follows finds it, whatever becomes of the name until then.
+            with suppress(LookAgainError):  # changed outside since it was looked at: the open will say so
+                inode.open_content(self._context.root)
         if not pending.writing or name is None:
             return None
         promised = pending.draft
