@@ -231,20 +231,24 @@ def small_vault() -> Iterator[MountedVault]:
         system.close()
 
 
+def fill(mount: MountedVault) -> Path:
+    """Fills the vault's disk to the last block, from behind; returns the file that does it."""
+    ballast = mount.vault / "ballast"
+    with opened(ballast, os.O_CREAT | os.O_WRONLY) as fd:
+        for size in (65536, 4096, 1):
+            with contextlib.suppress(OSError):
+                while True:
+                    os.write(fd, b"x" * size)
+    return ballast
+
+
 @as_root
 def test_016_038_a_full_disk_keeps_the_old_content(small_vault: MountedVault) -> None:
     """velociraptor#2885, gocryptfs#550, cryfs#219: a save on a full disk erases or damages what was there."""
     notes = {f"n{number}.md": bytes([65 + number]) * 50_000 for number in range(10)}
     for name, content in notes.items():
         (small_vault.mnt / name).write_bytes(content)
-    ballast = small_vault.vault / "ballast"  # from behind, so that the disk is full whatever the mount does
-    with ballast.open("wb") as file, contextlib.suppress(OSError):
-        while True:
-            file.write(b"x" * 65536)
-            file.flush()
-    with ballast.open("ab") as file, contextlib.suppress(OSError):
-        while file.write(b"x" * 512):
-            file.flush()
+    ballast = fill(small_vault)
     refused = 0
     for number in range(50):
         name = f"n{number % 10}.md"
@@ -266,13 +270,9 @@ def test_016_038_a_full_disk_keeps_the_old_content(small_vault: MountedVault) ->
 @as_root
 def test_030_appending_after_the_disk_was_full_leaves_no_hole(small_vault: MountedVault) -> None:
     """mergerfs#1180: O_APPEND writes after an ENOSPC that was retried end up at wrong offsets."""
-    ballast = small_vault.vault / "ballast"
     lines = []
     with opened(small_vault.mnt / "grows.txt", os.O_CREAT | os.O_WRONLY | os.O_APPEND) as fd:
-        with ballast.open("wb") as file, contextlib.suppress(OSError):
-            while True:
-                file.write(b"x" * 65536)
-                file.flush()
+        ballast = fill(small_vault)
         failed = False
         for number in range(3000):
             line = f"line {number:06} {'y' * 1000}\n".encode()
@@ -780,24 +780,35 @@ def test_100_101_links_that_lead_out_are_no_way_out(
     os.unlink(here / "d")
 
 
-def test_101_a_directory_swapped_for_a_link_is_not_followed(here: Path, vault_here: Path, outside: Path) -> None:
+def test_101_a_directory_swapped_for_a_link_is_not_followed(vault_mount: Factory) -> None:
     """The directory was looked up when it still was one; then somebody puts a link in its place in the vault."""
-    (here / "d").mkdir()
-    (here / "d/secret").write_text("ours")
-    with opened(here / "d", os.O_RDONLY | os.O_DIRECTORY) as fd, opened(here / "d/secret", os.O_RDWR) as file:
-        os.rename(vault_here / "d", vault_here / "moved")
-        os.symlink(outside, vault_here / "d")
-        for attempt in (
-            lambda: os.close(os.open("made", os.O_CREAT | os.O_WRONLY, dir_fd=fd)),
-            lambda: os.mkdir("made", dir_fd=fd),
-            lambda: os.unlink("secret", dir_fd=fd),
-            lambda: os.rmdir("d", dir_fd=fd),
-            lambda: os.write(file, b"written"),
-        ):
-            errno_of(attempt)  # whatever it says; `outside` looks at what it did
-        with contextlib.suppress(OSError):
-            os.fsync(file)
-    os.unlink(vault_here / "d")
+    mount = vault_mount(files={"d/secret": "ours"})
+    mount.expect_kept(None)
+    mount.expect_log(".")
+    outside = mount.base / "outside"
+    (outside / "d").mkdir(parents=True)
+    (outside / "secret").write_text("secret")
+    directory = os.open(mount.mnt / "d", os.O_RDONLY | os.O_DIRECTORY)
+    file = os.open(mount.mnt / "d/secret", os.O_RDWR)
+    os.rename(mount.behind / "d", mount.behind / "moved")
+    os.symlink(outside, mount.behind / "d")
+    for attempt in (
+        lambda: os.close(os.open("made", os.O_CREAT | os.O_WRONLY, dir_fd=directory)),
+        lambda: os.mkdir("made", dir_fd=directory),
+        lambda: os.unlink("secret", dir_fd=directory),
+        lambda: os.rmdir("d", dir_fd=directory),
+        lambda: os.rename("secret", "renamed", src_dir_fd=directory, dst_dir_fd=directory),
+        lambda: os.write(file, b"written"),
+        lambda: os.fsync(file),
+        lambda: os.close(file),
+        lambda: os.close(directory),
+        lambda: (mount.mnt / "d/made").write_text("x"),
+        lambda: (mount.mnt / "d/secret").unlink(),
+    ):
+        errno_of(attempt)  # whatever it says: what counts is what it did
+    assert sorted(os.listdir(outside)) == ["d", "secret"]
+    assert (outside / "secret").read_text() == "secret"
+    assert os.listdir(outside / "d") == []
 
 
 def test_101_a_parent_swapped_for_a_link_while_a_save_is_open(vault_mount: Factory) -> None:
