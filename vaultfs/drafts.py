@@ -582,7 +582,7 @@ class Drafts:
             with contextlib.suppress(OSError):  # EBADF with O_PATH; a disk that fails is told of by the publish itself
                 os.fsync(fd)
             self._sync_drafts()
-        self.journal.append(JournalLine(gone=record.id))
+        self.note_gone(record.id)
         return _listed(record, os.fstat(fd))
 
     def _copy_to(self, source: int, kept: bytes, record: DraftRecord) -> None:
@@ -654,7 +654,8 @@ class Drafts:
 
     def unclaim(self, path: bytes) -> None:
         """The claim was published, removed or renamed (then claim it again under the new name)."""
-        self.journal.append(JournalLine(unclaim=encode_path(path)))
+        with contextlib.suppress(OSError):  # as for `note_gone`: what is no longer empty and unchanged is never removed
+            self.journal.append(JournalLine(unclaim=encode_path(path)))
 
     # --- life
 
@@ -681,9 +682,12 @@ class Drafts:
 
     def note_gone(self, draft_id: str) -> None:
         """A draft is finished; its line is of no more use."""
-        self.journal.append(JournalLine(gone=draft_id))
-        if self.journal.wants_compaction:
-            self.compact()
+        # The journal is an index. On a full disk a finished save is finished all the same; recovery finds no file for
+        # a line that was not crossed out, or finds that the name has it.
+        with contextlib.suppress(OSError):
+            self.journal.append(JournalLine(gone=draft_id))
+            if self.journal.wants_compaction:
+                self.compact()
 
     def close(self) -> None:
         """Let go of the staging directory (removed if it is empty) and the journal. Drafts must be closed before."""
@@ -943,14 +947,19 @@ class DraftFile:
     def keep(self, reason: str, *, sync: bool = True, close: bool = True) -> KeptDraft:
         """Move it to the kept drafts, with its record on disk if `sync`; with `close` False `fd` stays, read-only.
 
-        Raises OSError; then it is still staged, and recovery will keep it.
+        Raises OSError, FenceLostError; then it is still staged, and recovery will keep it.
         """
         drafts = self._drafts
         status = os.fstat(self.fd)
         if stat.S_IMODE(status.st_mode) & 0o7177:  # dressed for its name already: private again
             os.fchmod(self.fd, 0o600)
-        with self.place() as (directory, name):
-            kept = drafts.keep_file(directory, name, self.fd, self.record, reason, sync=sync)
+        try:
+            with self.place() as (directory, name):
+                kept = drafts.keep_file(directory, name, self.fd, self.record, reason, sync=sync)
+        except FileNotFoundError:
+            self.restore()  # destroyed by somebody (FenceLostError if it was taken over): our descriptor has it all
+            with self.place() as (directory, name):
+                kept = drafts.keep_file(directory, name, self.fd, self.record, reason, sync=sync)
         self.unmark()
         if not close:
             reading = drafts.open_kept(self.id)

@@ -66,6 +66,7 @@ __all__ = [
 
 _TRIES: Final = 8
 _COMPARE_LIMIT: Final = 4 << 20  # bytes; a displaced version that is larger is kept rather than read on the way
+_CONFLICT_COMPARE_LIMIT: Final = 256 << 20  # bytes; what is larger counts as different: a copy too many, no stall
 _READ_FLAGS: Final = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _UNSUPPORTED: Final = (errno.EINVAL, errno.ENOSYS)  # the file system rejects the flag before doing anything
 
@@ -127,10 +128,12 @@ def publish_new(
     durability: Durability | str = Durability.ORDERED,
     *,
     late: bool = False,
+    keep_writable: bool = False,
 ) -> Published:
     """Publish `draft` at the vault-relative `path`, where nothing may stand.
 
-    late: the content was written long ago; its mtime becomes now, so that build tools notice.
+    late: the content was written long ago; its mtime becomes now, so that build tools notice. keep_writable: leave
+    the draft's descriptor open for writing, for a file that is going to be written in place (a live file).
 
     Raises PublishError (destination_conflict, EEXIST, if the name is taken; io_error), VaultGoneError,
     UnsafePathError, OSError of the system calls before the rename.
@@ -144,7 +147,7 @@ def publish_new(
             raise PublishError(
                 "the name is taken", path=path, outcome=Outcome.DESTINATION_CONFLICT, cause_errno=errno.EEXIST
             ) from error
-        return publication.done()
+        return publication.done(keep_writable=keep_writable)
 
 
 def publish_replacement(
@@ -362,15 +365,15 @@ class _Publication:
             return True
         if not found.readable:
             return False
-        if equal_to_draft and same_bytes(found.fd, self._draft.fd):
+        if equal_to_draft and same_bytes(found.fd, self._draft.fd, _CONFLICT_COMPARE_LIMIT):
             return True
         if found.status.st_size != base.size:
             return False
         if base_fd is not None:
             version = os.fstat(base_fd)
             if (version.st_dev, version.st_ino) != (found.status.st_dev, found.status.st_ino):
-                return same_bytes(found.fd, base_fd)
-        return base.sha256 is not None and digest(found.fd) == base.sha256
+                return same_bytes(found.fd, base_fd, _CONFLICT_COMPARE_LIMIT)
+        return base.sha256 is not None and base.size <= _CONFLICT_COMPARE_LIMIT and digest(found.fd) == base.sha256
 
     # --- before the name is touched
 
@@ -741,7 +744,7 @@ class _Publication:
             return parent + b"/" + name if parent else name
         raise PublishError("no free name for the conflict copy", path=self._path)
 
-    def _finish_at(self, name: bytes) -> os.stat_result | None:
+    def _finish_at(self, name: bytes, *, keep_writable: bool = False) -> os.stat_result | None:
         """Look at the name, and end the draft: its stat if the name is the draft, None if not (any more)."""
         try:
             fd = os.open(name, _READ_FLAGS, dir_fd=self._directory)
@@ -756,15 +759,15 @@ class _Publication:
             status = os.fstat(fd)
             if not self._is_draft(status):
                 return None
-            self._draft.finish(fd)
+            self._draft.finish(None if keep_writable else fd)
             return status
         finally:
             os.close(fd)
 
-    def done(self) -> Published:
+    def done(self, *, keep_writable: bool = False) -> Published:
         """The draft has the name: verify that, take our marks off, sync the directory if asked."""
         self._draft.unmark()
-        status = self._finish_at(self._name)
+        status = self._finish_at(self._name, keep_writable=keep_writable)
         superseded = status is None
         if status is None:
             status = os.fstat(self._draft.fd)

@@ -424,6 +424,7 @@ class _Recovery:
             uid=record.writer.uid if record.writer.pid and os.geteuid() == 0 else None,
             gid=record.writer.gid if record.writer.pid and os.geteuid() == 0 else None,
             umask=0,
+            own_attributes=self._own_attributes(draft.fd, path),
         )
         try:
             published: Published
@@ -465,6 +466,19 @@ class _Recovery:
                 self._report.kept.append(published.displaced)
         finally:
             draft.close()
+
+    def _own_attributes(self, fd: int, path: bytes) -> frozenset[str]:
+        """Attributes of the draft that its target lacks: the program set them, and nobody is left to say so."""
+        try:
+            target = self._root.open_file(path, os.O_RDONLY)
+        except (OSError, VaultError):
+            return frozenset()  # a new file keeps what it has anyway
+        try:
+            return frozenset(os.listxattr(fd)) - frozenset(os.listxattr(target))
+        except OSError:
+            return frozenset()  # no attributes on this file system
+        finally:
+            os.close(target)
 
     def _displaced(self, found: _Found, record: DraftRecord) -> None:
         """An exchange happened: this stood at the name. It may go only if it is B, and S has the name safely."""

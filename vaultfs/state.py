@@ -18,9 +18,10 @@ who were still using it, whatever they remember.
 
 **Copied state is never replayed.** A sync client or a backup may bring back a `.vaultfs` from another time, disk or
 machine; its drafts would be published over newer work. `id` tells: another root inode or another file system means a
-copy, which is moved to `quarantine/` whole, untouched. The host alone decides only where the file system has no
-identity of its own; then nothing is moved (the other host may be serving this very vault) and the directory is
-refused. A disk that was moved to another machine with the vault on it keeps its state.
+copy, which is moved to `quarantine/` whole, untouched. Two cases are refused instead, since another host may be serving
+this very vault: where the file system has no identity and only the host differs, and where a copy from another host has
+a fence that was written within the last minute. A disk that was moved to another machine with the vault on it keeps
+its state.
 
 Not promised: protection from the user who owns the directory. It keeps others out, not oneself.
 """
@@ -29,6 +30,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import hashlib
 import os
 import secrets
@@ -53,6 +55,7 @@ _DIRECTORY_FLAGS: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CL
 _ACL_NAMES: Final = ("system.posix_acl_default", "system.posix_acl_access")
 _BTRFS_MAGIC: Final = 0x9123683E
 _ID_LIMIT: Final = 4096
+_FENCE_LEASE: Final = 60.0  # seconds; lock-protocol: a fence that was written more recently may have a living owner
 # errnos of a file system that has no such attribute, or none at all
 _NO_ATTRIBUTE: Final = frozenset({errno.ENODATA, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL})
 
@@ -139,8 +142,10 @@ class StateDirectory:
         for _ in range(8):  # another process may make, or set aside, the directory at the same time
             fd = cls._open_or_make(root, create)
             try:
+                # in this order: whoever makes it writes `id` before anything else
+                used = cls._has_content(fd)
                 theirs = cls._read_identity(fd)
-                if theirs is None and not cls._has_content(fd):
+                if theirs is None and not used:
                     cls._write_identity(fd, ours)
                     theirs = cls._read_identity(fd)
                 same = theirs.same_vault(ours) if theirs is not None else False
@@ -157,6 +162,12 @@ class StateDirectory:
                     return state
                 if not create:
                     raise StateDirectoryError("the state directory was copied from elsewhere", path=STATE_NAME)
+                if theirs is not None and theirs.host != ours.host and cls._fence_is_fresh(fd):
+                    raise StateDirectoryError(
+                        "the state directory seems to be in use on another host, which reaches this vault by another "
+                        "file system; mount with -o shared if so, or try again in a minute if it is a copy",
+                        path=STATE_NAME,
+                    )
                 set_aside = cls._set_aside(root, fd, ours)
                 if set_aside is not None:
                     os.close(fd)
@@ -269,6 +280,16 @@ class StateDirectory:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(temporary, dir_fd=fd)
 
+    @staticmethod
+    def _fence_is_fresh(fd: int) -> bool:
+        """True if somebody wrote the fence within its lease: another host sees this vault under another identity
+        (the server of a network file system its disk, a client what the network calls it), and may be alive."""
+        try:
+            written = os.stat(b"fence", dir_fd=fd, follow_symlinks=False).st_mtime
+        except FileNotFoundError:
+            return False
+        return abs(time.time() - written) < _FENCE_LEASE
+
     @classmethod
     def _set_aside(cls, root: VaultRoot, fd: int, ours: StateIdentity) -> bytes | None:
         """Exchange the foreign directory for a fresh one and move it into the fresh one's quarantine.
@@ -276,7 +297,15 @@ class StateDirectory:
         Returns where it is now, None if somebody else was faster (look again). A crash in between leaves it
         beside the new one under a hidden name, which is reported but never read.
         """
+        # Whoever wants to move this very directory has to hold its flock: there is one who does.
+        fcntl.flock(fd, fcntl.LOCK_EX)
         foreign = os.fstat(fd)
+        try:
+            standing = os.stat(STATE_NAME, dir_fd=root.fd, follow_symlinks=False)
+        except FileNotFoundError:
+            return None
+        if (standing.st_dev, standing.st_ino) != (foreign.st_dev, foreign.st_ino):
+            return None
         mark = f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(4)}".encode()
         aside = STATE_NAME + b"-staging-" + mark
         os.mkdir(aside, 0o700, dir_fd=root.fd)
@@ -285,15 +314,19 @@ class StateDirectory:
             cls._verify_private(root, fresh)
             cls._write_identity(fresh, ours)
             os.mkdir(b"quarantine", 0o700, dir_fd=fresh)
-            kernel.renameat2(root.fd, aside, root.fd, STATE_NAME, kernel.RENAME_EXCHANGE)
-            moved = os.stat(aside, dir_fd=root.fd, follow_symlinks=False)
-            if (moved.st_dev, moved.st_ino) != (foreign.st_dev, foreign.st_ino):
-                # somebody else set it aside meanwhile and we hold their fresh one: put that back
+            try:
                 kernel.renameat2(root.fd, aside, root.fd, STATE_NAME, kernel.RENAME_EXCHANGE)
+            except OSError as error:
                 os.unlink(b"id", dir_fd=fresh)
                 os.rmdir(b"quarantine", dir_fd=fresh)
                 os.rmdir(aside, dir_fd=root.fd)
-                return None
+                if error.errno in (errno.EINVAL, errno.ENOSYS):
+                    raise StateDirectoryError(
+                        "the state directory was copied from elsewhere, and this file system cannot exchange it in "
+                        "one step; move .vaultfs out of the vault",
+                        path=STATE_NAME,
+                    ) from error
+                raise
             kernel.renameat2(root.fd, aside, fresh, b"quarantine/copied-" + mark, kernel.RENAME_NOREPLACE)
         finally:
             os.close(fresh)

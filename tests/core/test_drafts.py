@@ -260,6 +260,14 @@ def test_keeping_without_closing_leaves_a_reader(store: Store) -> None:
     assert list(store.kept_contents()) == [b"text"], "discarding a finished draft deletes nothing"
 
 
+def test_a_draft_whose_staging_file_was_destroyed_can_still_be_kept(store: Store) -> None:
+    draft = store.draft("a.md", b"text", DraftKind.EDIT)
+    for path in store.staged():
+        os.unlink(path)
+    draft.keep("why")
+    assert store.kept_contents() == {b"text": "why"}
+
+
 def test_a_full_disk_does_not_keep_a_draft_from_being_kept(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     draft = store.draft("a.md", b"text", DraftKind.EDIT)
 
@@ -289,6 +297,8 @@ def test_a_predecessor_whose_staging_was_taken_over_can_stage_and_publish_nothin
 
     with pytest.raises(FenceLostError):
         publish_edit(store.root, store.drafts, draft, b"a.md", Metadata(), base=published.identity)
+    with pytest.raises(FenceLostError):
+        draft.keep("why")
     draft.close()
     assert store.documents() == {"a.md": b"old"}
 

@@ -138,6 +138,25 @@ def test_our_own_descriptor_does_not_count_as_a_writer(store: Store) -> None:
     draft.close()
 
 
+def test_a_draft_published_under_another_name_is_staged_under_that_one_first(store: Store) -> None:
+    """What an exchange takes off the name must be known by the name that it was taken off."""
+    store.save_new("b.md", b"old")
+    draft = store.draft("a.md", b"new", DraftKind.REPLACEMENT)
+    seen: list[str] = []
+    with intervening(kernel, "renameat2", {2: lambda: seen.extend(store.staged())}):
+        publish_replacement(store.root, store.drafts, draft, b"b.md", Metadata(), known=store.identity("b.md"))
+    close(draft)
+    assert [Path(path).name.partition("~")[2] for path in seen] == ["b.md"]
+
+
+def test_a_live_file_keeps_its_writable_descriptor(store: Store) -> None:
+    draft = store.draft("a.db", b"header", DraftKind.NEW)
+    publish_new(store.root, store.drafts, draft, b"a.db", Metadata(), keep_writable=True)
+    os.pwrite(draft.fd, b"HEADER", 0)
+    draft.close()
+    assert store.documents() == {"a.db": b"HEADER"}
+
+
 # --- conflicts
 
 
@@ -327,7 +346,7 @@ def test_mode_attributes_acl_and_mtime_survive_a_save(store: Store) -> None:
     path = store.directory / "a.md"
     subprocess.run(["setfacl", "-m", "u:1:r--", str(path)], check=True)
     os.setxattr(path, "user.tag", b"kept")
-    os.setxattr(path, "user.vaultfs.draft", b"never")
+    os.setxattr(path, "user.vaultfs.unsynced", b"never")
     acl = os.getxattr(path, "system.posix_acl_access")
     mode = path.stat().st_mode
     for save in (store.replace, store.edit):
@@ -342,7 +361,7 @@ def test_mode_attributes_acl_and_mtime_survive_a_save(store: Store) -> None:
         assert path.stat().st_mode == mode
         assert os.getxattr(path, "user.tag") == b"kept"
         assert os.getxattr(path, "system.posix_acl_access") == acl
-        assert "user.vaultfs.draft" not in os.listxattr(path)
+        assert not [name for name in os.listxattr(path) if name.startswith("user.vaultfs.")]
         assert path.stat().st_mtime_ns == draft_time
 
 
@@ -493,6 +512,37 @@ def _save_read_only_files(directory: Path) -> None:
         assert path.read_bytes() == b"five"
         # what cannot be read cannot be proven to be written by nobody: it is kept, and listed by its name at least
         assert [kept.target for kept in store.drafts.kept()] == ["a.md"] * 2
+
+
+def test_a_disk_that_is_full_by_now_does_not_make_a_finished_save_fail(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known = store.save_new("a.md", b"one").identity
+    draft = store.draft("a.md", b"two", DraftKind.REPLACEMENT, known)
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "full")
+
+    monkeypatch.setattr(store.drafts.journal, "append", full)
+    publish_replacement(store.root, store.drafts, draft, b"a.md", Metadata(), known=known)
+    close(draft)
+    assert store.documents() == {"a.md": b"two"} and not store.staged()
+
+
+def test_a_full_disk_is_told_as_such_and_leaves_the_old_version(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    known = store.save_new("a.md", b"one").identity
+    draft = store.drafts.create(b"a.md", base=known, kind="edit", writer=WRITER)
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "full")
+
+    monkeypatch.setattr(os, "fdatasync", full)
+    with pytest.raises(PublishError) as caught:
+        sync_draft(draft)
+    assert errno_of(caught.value) == errno.ENOSPC and caught.value.outcome is Outcome.DURABILITY_FAILED
+    assert not draft.finished
+    close(draft)
+    assert store.documents() == {"a.md": b"one"}
 
 
 # --- what is refused

@@ -339,6 +339,41 @@ def test_what_nobody_synced_is_not_published_after_a_power_loss(
     assert not report.published
 
 
+def test_where_mark_and_journal_disagree_after_a_power_loss_nothing_is_published(
+    vault: Path, left: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Made durable, then written to again; of the second step only one of the two records reached the disk."""
+    (vault / "a.md").write_bytes(b"old")
+
+    def action(store: Store) -> None:
+        draft = store.drafts.create(b"a.md", base=store.identity("a.md"), kind="edit", writer=WRITER)
+        os.write(draft.fd, b"synced, ")
+        draft.mark(DraftState.DURABLE, durable=True)
+        journal = (vault / ".vaultfs/journal").read_bytes()
+        draft.mark(DraftState.OPEN)
+        os.write(draft.fd, b"and half of wh")
+        (vault / ".vaultfs/journal").write_bytes(journal)
+
+    left(action)
+    monkeypatch.setattr(recovery, "boot_id", lambda: "another boot")
+    report, documents, kept = _recovered(vault)
+    assert documents == {"a.md": b"old"} and kept.keys() == {b"synced, and half of wh"}
+    assert not report.published
+
+
+def test_attributes_that_the_program_set_on_its_draft_are_recovered_with_it(vault: Path, left: Any) -> None:
+    (vault / "a.md").write_bytes(b"old")
+    os.setxattr(vault / "a.md", "user.theirs", b"1")
+
+    def action(store: Store) -> None:
+        draft = store.draft("a.md", b"new", DraftKind.EDIT, store.identity("a.md"))
+        os.setxattr(draft.fd, "user.own", b"2")
+
+    left(action)
+    assert _recovered(vault)[1] == {"a.md": b"new"}
+    assert sorted(os.listxattr(vault / "a.md")) == ["user.own", "user.theirs"]
+
+
 def test_what_was_only_appended_is_applied_once_to_what_is_there(vault: Path, left: Any) -> None:
     (vault / "log.txt").write_bytes(b"one\n")
 
@@ -548,9 +583,11 @@ def test_a_claim_whose_opener_is_gone_goes_if_nothing_about_it_changed(vault: Pa
     report, documents, _ = _recovered(vault)
     assert ("claimed" in documents) == (changed not in ("nothing", "removed"))
     assert report.claims == (["claimed"] if changed == "nothing" else [])
+    with opened(vault) as store:
+        assert bool(store.drafts.journal.read().claims) == (other is not None), "looked at again if it may yet go"
     if other is not None:
         other.close()
-        assert _recovered(vault)[0].claims == ["claimed"], "looked at again"
+        assert _recovered(vault)[0].claims == ["claimed"]
     assert not _recovered(vault)[0].claims
 
 

@@ -162,6 +162,21 @@ def test_where_only_the_host_could_tell_nothing_is_moved(vault: Path, monkeypatc
     assert sorted(os.listdir(vault / ".vaultfs")) == before
 
 
+def test_a_copy_that_another_host_may_be_serving_is_not_moved(vault: Path) -> None:
+    """The server of a network file system and its client see one vault under two identities."""
+    with opened(vault) as store:
+        identity = store.state.identity
+    theirs = {"v": 1, "host": "another", "root_ino": identity.root_ino, "uuid": "f00d", "fsid": "f00d"}
+    (vault / ".vaultfs/id").write_text(json.dumps(theirs))
+    (vault / ".vaultfs/fence").write_text("alive")
+    with VaultRoot.open(vault) as root, pytest.raises(StateDirectoryError, match="in use on another host"):
+        StateDirectory.open(root)
+    assert json.loads((vault / ".vaultfs/id").read_text()) == theirs
+    os.utime(vault / ".vaultfs/fence", (0, 0))
+    with opened(vault) as store:
+        assert store.state.set_aside is not None
+
+
 @pytest.mark.parametrize("copied", [False, True])
 def test_many_at_once_agree_on_one_directory(vault: Path, copied: bool) -> None:
     if copied:
@@ -169,7 +184,7 @@ def test_many_at_once_agree_on_one_directory(vault: Path, copied: bool) -> None:
             store.save_new("a.md", b"a")
         identity = json.loads((vault / ".vaultfs/id").read_text()) | {"root_ino": 1}
         (vault / ".vaultfs/id").write_text(json.dumps(identity))
-    barrier = threading.Barrier(6)
+    barrier = threading.Barrier(12)
     numbers: list[int] = []
     failures: list[BaseException] = []
 
@@ -182,14 +197,14 @@ def test_many_at_once_agree_on_one_directory(vault: Path, copied: bool) -> None:
         except BaseException as error:
             failures.append(error)
 
-    threads = [threading.Thread(target=open_it) for _ in range(6)]
+    threads = [threading.Thread(target=open_it) for _ in range(12)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
     assert not failures
     with VaultRoot.open(vault) as root, StateDirectory.open(root, create=False) as state:
-        assert numbers == [state.ino] * 6
+        assert numbers == [state.ino] * 12
     assert not [path.name for path in vault.iterdir() if path.name.startswith(".vaultfs-")]
     assert len(list((vault / ".vaultfs").glob("quarantine/copied-*"))) == copied
 
