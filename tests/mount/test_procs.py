@@ -309,6 +309,34 @@ def test_a_process_that_cannot_be_looked_into_says_so(tmp_path: Path) -> None:
     assert answers == "(None, None, True, True)"
 
 
+@as_root
+def test_an_unprivileged_daemon_knows_that_an_ended_process_of_its_user_holds_nothing(tmp_path: Path) -> None:
+    """Such a process belongs to root in /proc and cannot be looked into any more."""
+    note = tmp_path / "note"
+    descriptor = os.open(note, os.O_WRONLY | os.O_CREAT)
+    asked = identity(note)
+
+    def question() -> object:
+        os.set_inheritable(descriptor, True)
+        # By exec, as programs come about: one that only changed its user forbids to be looked into.
+        child = os.posix_spawn("/bin/sh", ["sh", "-c", "echo; read x"], {}, file_actions=plumbing)
+        os.read(out, 1)  # it has come as far as its first command
+        held = procs.write_descriptors(child, *asked)
+        os.kill(child, signal.SIGTERM)
+        os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)
+        ended = procs.write_descriptors(child, *asked), procs.death_signal(child), procs.is_exiting(child)
+        return held == [descriptor], ended
+
+    out, its_out = os.pipe()
+    its_in, unused = os.pipe()
+    plumbing = [(os.POSIX_SPAWN_DUP2, its_in, 0), (os.POSIX_SPAWN_DUP2, its_out, 1)]
+    try:
+        assert ask_as_nobody(question) == "(True, ([], 15, True))"
+    finally:
+        for fd in (descriptor, out, its_out, its_in, unused):
+            os.close(fd)
+
+
 def ask_as_nobody(question: Callable[[], object], **environment: str) -> str:
     """The answer to `question` in a forked child without any rights, as text."""
     reading, writing = os.pipe()

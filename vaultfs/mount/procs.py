@@ -202,32 +202,32 @@ def write_descriptors(pid: int, dev: int, inos: Container[int]) -> list[int] | N
     Returns an empty list if the process is gone, has let go of all its files (it exits) or never had it, and None
     if it cannot be looked into (another user's, or one that forbids it): then nothing is known.
     """
-    result, any_open = _write_descriptors(f"/proc/{pid}/fd", dev, inos)
-    if any_open or result is None:
+    result = _write_descriptors(f"/proc/{pid}/fd", dev, inos)
+    if result or not _is_ending(pid):
         return result
-    for tid in _threads(pid):  # no descriptor at all: the leader thread may be gone and the others not
-        if int(tid) != pid:
-            result, any_open = _write_descriptors(f"/proc/{pid}/task/{tid}/fd", dev, inos)
-            if any_open or result is None:
+    # Of a thread that ends nothing can be learned: it holds nothing, and belongs to root in /proc. Others may live on.
+    for tid in map(int, _threads(pid)):
+        if tid != pid:
+            result = _write_descriptors(f"/proc/{pid}/task/{tid}/fd", dev, inos)
+            if result or not _is_ending(tid):
                 return result
-    return []
+    return []  # all are on their way out, or gone: everything will be closed
 
 
-def _write_descriptors(directory: str, dev: int, inos: Container[int]) -> tuple[list[int] | None, bool]:
-    """(descriptors or None, whether any descriptor at all is open) of one thread's table."""
+def _write_descriptors(directory: str, dev: int, inos: Container[int]) -> list[int] | None:
+    """The same, of one thread's table; None also if it could not be listed for whatever other reason."""
     try:
         table = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except OSError as error:
         if error.errno in _GONE:
-            return [], False
+            return []
         if error.errno in _DENIED:
-            return None, False
+            return None
         raise
     try:
         # Through this descriptor it stays the same process to the end, even if its pid is used again.
-        names = os.listdir(table)
         found = []
-        for name in names:
+        for name in os.listdir(table):
             try:
                 if os.stat(name, dir_fd=table, follow_symlinks=False).st_mode & stat.S_IWUSR and _may_be_file(
                     name, table
@@ -237,14 +237,14 @@ def _write_descriptors(directory: str, dev: int, inos: Container[int]) -> tuple[
                         found.append(int(name))
             except OSError as error:
                 if error.errno not in _GONE:  # forbidden, or whatever else hides one: it could be the one asked for
-                    return None, True
+                    return None
                 # Closed since the listing: then it is not held, which is what is asked.
-        return found, bool(names)
+        return found
     except OSError as error:
         if error.errno in _GONE:  # the process ended while its table was listed
-            return [], False
+            return []
         if error.errno in _DENIED:
-            return None, False
+            return None
         raise
     finally:
         os.close(table)
@@ -321,13 +321,13 @@ def death_signal(pid: int) -> int:
 
 def is_exiting(pid: int) -> bool:
     """Whether process `pid` is on its way out in all its threads, a zombie, or gone."""
-    if _lives(_stat_fields(f"/proc/{pid}/stat")):
-        return False
-    return not any(_lives(_stat_fields(f"/proc/{pid}/task/{tid}/stat")) for tid in _threads(pid) if int(tid) != pid)
+    return _is_ending(pid) and all(_is_ending(int(tid)) for tid in _threads(pid) if int(tid) != pid)
 
 
-def _lives(fields: list[bytes]) -> bool:
-    return bool(fields) and not int(fields[_FLAGS]) & PF_EXITING
+def _is_ending(tid: int) -> bool:
+    """The same of one thread (or, by a pid, of the leader thread)."""
+    fields = _stat_fields(f"/proc/{tid}/stat")
+    return not fields or bool(int(fields[_FLAGS]) & PF_EXITING)
 
 
 def is_dumping_core(tid: int) -> bool:
