@@ -54,11 +54,11 @@ import inotify_simple
 REPOSITORY = Path(__file__).resolve().parents[2]
 TEST_UID = 64917  # an unprivileged user that owns nothing outside the test; needs no passwd entry
 TEST_GID = 64917
-GUARD = 60.0  # seconds; how long a client may take before it counts as hanging. Nothing is asserted about it
+# Seconds that a client may take before it counts as hanging. Nothing is asserted about how long it takes.
+GUARD = float(os.environ.get("VAULTFS_TEST_GUARD", "60"))
 DAEMON_GUARD = 110.0  # seconds; a daemon older than that is killed (pytest's own limit is 120)
-TOKEN_VARIABLE = (
-    "VAULTFS_TEST_TOKEN"  # in the environment of every process of one test: that is how leftovers are found
-)
+# In the environment of every process of one test: that is how leftovers are found.
+TOKEN_VARIABLE = "VAULTFS_TEST_TOKEN"
 ALARMING = re.compile(r"\b(WARNING|ERROR|CRITICAL)\b|Traceback \(most recent call last\)")
 LOCK_NAME = re.compile(r".+\.lock$|.+\.pending$")
 CONFLICT_NAME = re.compile(r"\.sync-conflict-\d{8}-\d{6}-[^.]+")
