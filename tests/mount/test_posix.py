@@ -549,6 +549,17 @@ def a_removed_directory_that_is_still_open(base: Path) -> object:
         )
 
 
+def test_directories_that_come_and_go_are_not_taken_for_one_another(here: Path) -> None:
+    """File systems give a new directory the number of one just removed; the kernel knows that one as dead."""
+    for number in range(250):
+        directory = here / f"d{number}"
+        directory.mkdir()
+        write(directory / "f")
+        os.rename(directory / "f", directory / "g")
+        subprocess.run(["rm", "-r", directory], check=True)
+    assert os.listdir(here) == []
+
+
 @same
 def mkdir_of_what_cannot_be_made(base: Path) -> object:
     _population(base)
