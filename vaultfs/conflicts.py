@@ -1,6 +1,6 @@
-"""When two versions count as the same, and what the copy is called when they do not.
+"""What a conflict copy is called.
 
-The name of a conflict copy is ``STEM.sync-conflict-YYYYMMDD-HHMMSS-ID.EXT``, the form that Syncthing uses and other
+The name is ``STEM.sync-conflict-YYYYMMDD-HHMMSS-ID.EXT``, the form that Syncthing uses and other
 tools know to look for: local time, and seven letters that keep copies of one second apart.
 """
 
@@ -12,12 +12,11 @@ import re
 import time
 from typing import Final
 
-__all__ = ["conflict_name", "same_bytes"]
+__all__ = ["conflict_name"]
 
 _MARK: Final = re.compile(rb"\.sync-conflict-\d{8}-\d{6}-[0-9A-Za-z]{5,16}")  # other tools' IDs as well
 _NAME_LIMIT: Final = 255
 _EXTENSION_LIMIT: Final = 64  # what is longer is no extension, but a sentence with a dot in it
-_CHUNK: Final = 1 << 20
 
 
 def conflict_name(name: bytes, when: float | None = None) -> bytes:
@@ -49,21 +48,3 @@ def _ends_whole(text: bytes) -> bool:
         width = 1 if byte < 0x80 else 2 if byte >> 5 == 6 else 3 if byte >> 4 == 14 else 4 if byte >> 3 == 30 else 1
         return back >= width
     return True
-
-
-def same_bytes(first: int, second: int, limit: int | None = None) -> bool:
-    """True if the two open files hold the same bytes. Sizes first; more than `limit` bytes are not compared (False).
-
-    Raises OSError.
-    """
-    size = os.fstat(first).st_size
-    if os.fstat(second).st_size != size or (limit is not None and size > limit):
-        return False
-    offset = 0
-    while True:
-        block = os.pread(first, _CHUNK, offset)
-        if block != os.pread(second, _CHUNK, offset):
-            return False
-        if not block:
-            return True
-        offset += len(block)

@@ -43,8 +43,9 @@ from typing import Final, Literal, NoReturn, Self
 import msgspec
 
 from vaultfs import kernel
-from vaultfs.conflicts import conflict_name, same_bytes
-from vaultfs.drafts import DraftFile, Drafts, KeptDraft, copy_content, copy_range, nobody_writes
+from vaultfs.conflicts import conflict_name
+from vaultfs.content import copy_content, copy_range, nobody_writes, same_bytes
+from vaultfs.drafts import DraftFile, Drafts, KeptDraft
 from vaultfs.errors import ConflictError, Outcome, PathKind, PublishError, UnsafePathError, printable
 from vaultfs.identity import FileIdentity, digest
 from vaultfs.journal import DraftKind, DraftRecord, DraftState, encode_path, staged_name

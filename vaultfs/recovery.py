@@ -38,8 +38,8 @@ from typing import Final
 
 import msgspec
 
-from vaultfs.conflicts import same_bytes
-from vaultfs.drafts import HIDDEN_PREFIX, Drafts, KeptDraft, boot_id, is_sidecar, nobody_writes
+from vaultfs.content import nobody_writes, same_bytes
+from vaultfs.drafts import HIDDEN_PREFIX, Drafts, KeptDraft, boot_id
 from vaultfs.errors import ConflictError, LockBusyError, VaultError, printable
 from vaultfs.identity import FileIdentity
 from vaultfs.journal import (
@@ -55,6 +55,7 @@ from vaultfs.journal import (
     encode_path,
     target_of_name,
 )
+from vaultfs.kept import is_sidecar
 from vaultfs.locks.liveness import Processes
 from vaultfs.locks.path_lock import PathLocks
 from vaultfs.publish import Metadata, Published, publish_append, publish_edit, publish_new, publish_replacement

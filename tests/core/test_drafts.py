@@ -14,7 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.core.publishing import WRITER, Store, close, opened
-from vaultfs.drafts import Drafts, DraftState, nobody_writes
+from vaultfs.content import nobody_writes
+from vaultfs.drafts import Drafts, DraftState
 from vaultfs.errors import BadRequestError, DraftNotFoundError, FenceLostError
 from vaultfs.identity import FileIdentity
 from vaultfs.journal import (
