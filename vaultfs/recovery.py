@@ -486,7 +486,7 @@ class _Recovery:
         identity = FileIdentity.from_stat(found.status)
         at_name = self._at_name(record)
         published = at_name is not None and at_name.ino == record.ino
-        safe = found.same_boot or record.synced
+        safe = found.same_boot or (record.synced and record.state is not DraftState.OPEN)
         if published:
             self._unmark(record.target_path, record.ino)
             self._report.published.append(os.fsdecode(record.target_path))

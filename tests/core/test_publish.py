@@ -252,13 +252,13 @@ def test_a_draft_whose_copy_cannot_be_made_is_kept(store: Store) -> None:
 
 
 def test_a_copy_is_never_made_over_a_file(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    from vaultfs import publish
+    from vaultfs import publication
 
     base = store.save_new("a.md", b"base").identity
     put(store.directory / "a.md", b"newcomer")
     (store.directory / "taken").write_bytes(b"taken")
     names = iter([b"taken", b"taken", b"free"])
-    monkeypatch.setattr(publish, "conflict_name", lambda name: next(names))
+    monkeypatch.setattr(publication, "conflict_name", lambda name: next(names))
     with pytest.raises(ConflictError):
         store.edit("a.md", b"edited", base)
     assert store.documents() == {"a.md": b"newcomer", "taken": b"taken", "free": b"edited"}
