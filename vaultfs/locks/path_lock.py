@@ -58,6 +58,7 @@ from vaultfs.errors import (
     LockBrokenError,
     LockBusyError,
     UnsafePathError,
+    VaultError,
     printable,
 )
 from vaultfs.locks.liveness import Judge, Judgement, Verdict, Watch, Watches, is_local
@@ -314,7 +315,7 @@ class PathLocks:
         self._places = Places(private, state.directory("locks"), root.name_max)
         self._mutex = threading.Lock()
         self._standing: dict[bytes, _Standing] = {}  # by place
-        self._strays: dict[str, tuple[int, int]] = {}  # token → (dev, ino) of locks that we could not remove
+        self._strays: dict[str, tuple[int, int, bytes]] = {}  # token → (dev, ino, path) of locks we could not remove
         self._released: dict[bytes, float] = {}  # place → when we released it last; entries older than GAP are stale
         self._watches = Watches(self._judge.clocks)
 
@@ -442,6 +443,19 @@ class PathLocks:
             with standing.mutex:
                 if standing.fd >= 0 and standing.pid == os.getpid():
                     self._beat(standing)
+        self._collect_strays()
+
+    def _collect_strays(self) -> None:
+        """Tries again to remove locks of ours that were not at their place when they were released."""
+        with self._mutex:
+            places = sorted({path for _, _, path in self._strays.values()})
+        for path in places:
+            try:
+                lock = self.try_acquire(path)
+            except (OSError, VaultError):
+                continue  # still not to be reached, or something else stands there: the next beat looks again
+            if lock is not None:
+                lock.release()
 
     def sweep(self) -> int:
         """Removes locks that processes which are dead now had prepared and never put in place; returns how many.
@@ -532,10 +546,8 @@ class PathLocks:
             return None  # somebody's own directory that happens to have this name
         with self._mutex:
             judgement = self._judgement(contents, self._watches.look(place, contents))
-            stray = contents.owner is not None and self._strays.get(contents.owner.token) == (
-                contents.dev,
-                contents.ino,
-            )
+            known = self._strays.get(contents.owner.token) if contents.owner is not None else None
+            stray = known is not None and known[:2] == (contents.dev, contents.ino)
         acquisition.judgement = judgement
         acquisition.holder = self._describe(name, contents, judgement)
         if stray or judgement.verdict in (Verdict.DEAD, Verdict.RESIDUE):
@@ -685,7 +697,7 @@ class PathLocks:
         now = self._judge.clocks.monotonic()
         with self._mutex:
             if stray:
-                self._strays[standing.record.token] = (standing.dev, standing.ino)
+                self._strays[standing.record.token] = (standing.dev, standing.ino, standing.path)
             if self._standing.get(standing.place) is standing:
                 del self._standing[standing.place]
             if len(self._released) > 64:

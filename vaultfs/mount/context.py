@@ -24,14 +24,15 @@ from typing import TYPE_CHECKING, TypeVar, TypeVarTuple, Unpack
 
 import trio
 
-from vaultfs.errors import LockBusyError, VaultGoneError
+from vaultfs.errors import LockBusyError, VaultError, VaultGoneError
+from vaultfs.mount import procs
 
 if TYPE_CHECKING:
     from vaultfs.config import MountOptions
     from vaultfs.drafts import Drafts
     from vaultfs.locks import Acquisition, Fence, HeldLock, PathLocks
     from vaultfs.mount.announce import Announcer
-    from vaultfs.mount.inodes import InodeTable
+    from vaultfs.mount.inodes import InodeTable, Opener
     from vaultfs.mount.names import NamePolicy
     from vaultfs.mount.redirect import Redirects
     from vaultfs.mount.watch import Invalidator, OutsideWatch
@@ -95,6 +96,7 @@ class MountContext:
         self.watch: OutsideWatch | None = None
         self.read_only_reason: str | None = None
         self.stopping = False
+        self._lock_makers: dict[tuple[int, int], Opener] = {}  # (st_dev, st_ino) of a lock directory → who made it
 
     def assert_writable(self) -> None:
         """Raises VaultGoneError when nothing may be written any more."""
@@ -108,9 +110,17 @@ class MountContext:
             raise
 
     async def while_locked(
-        self, paths: Callable[[], Iterable[bytes]], change: Callable[[], _Result], *, timeout: float | None = None
+        self,
+        paths: Callable[[], Iterable[bytes]],
+        change: Callable[[], _Result],
+        *,
+        timeout: float | None = None,
+        saver: Opener | None = None,
     ) -> _Result:
         """Run `change` with the path locks of all `paths()` held; it must not wait for anything.
+
+        `saver` is the process on whose behalf it is: it is let through a lock that it, or a living ancestor of it, was
+        seen to put in place through the mount (lock-protocol.md, "Re-entry").
 
         `timeout` is in seconds, for all locks together; None means the mount's `lock-timeout`. Locks are taken in byte
         order, all or none: nobody waits for a lock while holding another, so two renames cannot wait for each other.
@@ -124,7 +134,7 @@ class MountContext:
         try:
             while True:
                 wanted = sorted(set(paths()))
-                held, wait = self._take_all(wanted, looks, deadline)
+                held, wait = self._take_all(wanted, looks, deadline, saver)
                 if wait is None:
                     with _releasing(held), self.changing():
                         return change()
@@ -134,7 +144,7 @@ class MountContext:
                 look.cancel()
 
     def _take_all(
-        self, wanted: list[bytes], looks: dict[bytes, Acquisition], deadline: float
+        self, wanted: list[bytes], looks: dict[bytes, Acquisition], deadline: float, saver: Opener | None
     ) -> tuple[list[HeldLock], float | None]:
         """All locks of `wanted` and None, or none of them and the seconds to wait before the next look."""
         with ExitStack() as stack:
@@ -142,7 +152,8 @@ class MountContext:
             for path in wanted:
                 look = looks.get(path)
                 if look is None:
-                    look = looks[path] = self.locks.begin(path, max(0.0, deadline - trio.current_time()))
+                    left = max(0.0, deadline - trio.current_time())
+                    look = looks[path] = self.locks.begin(path, left, through=self._own_lock(path, saver))
                 step = look.step()
                 if step is None:
                     self.counters["busy"] += 1
@@ -156,6 +167,36 @@ class MountContext:
                 return [], 0.0  # what stood in the way of a lock beside the file has gone: take that one
             stack.pop_all()
             return held, None
+
+    def note_lock_made(self, path: bytes, maker: Opener) -> None:
+        """`maker` put a directory in place through the mount at `path`, which has a lock's name."""
+        try:
+            status = self.root.stat(path)
+        except FileNotFoundError:
+            return  # gone already
+        self._lock_makers[(status.st_dev, status.st_ino)] = maker
+        for identity, former in list(self._lock_makers.items()):
+            if procs.start_time(former.pid) != former.start_time:
+                del self._lock_makers[identity]
+
+    def _own_lock(self, path: bytes, saver: Opener | None) -> tuple[int, int] | None:
+        """The lock directory beside `path`, if `saver` or a living ancestor of it put it there through the mount.
+
+        The processes are told apart by pid and start time as we saw them, never by what the lock's record says:
+        numbers repeat across namespaces.
+        """
+        if saver is None or not self._lock_makers:
+            return None
+        try:
+            status = self.root.stat(path + b".lock")
+        except (OSError, VaultError):
+            return None  # no such lock, or nothing that may be judged here: the acquisition itself will say
+        maker = self._lock_makers.get((status.st_dev, status.st_ino))
+        if maker is None or procs.start_time(maker.pid) != maker.start_time:
+            return None
+        if maker.same(saver) or maker.pid in procs.ancestors(saver.pid):
+            return status.st_dev, status.st_ino
+        return None
 
     @contextmanager
     def changing(self) -> Iterator[None]:

@@ -479,9 +479,6 @@ class Files:
         thread: int,
     ) -> pyfuse3.EntryAttributes:
         context = self._context
-        announcer = context.announcer
-        if announcer is not None and thread == announcer.thread_id:
-            return self._tree.attributes(inode)  # our own chmod to the same mode: only watchers shall hear of it
         if context.options.ro:
             raise OSError(errno.EROFS, os.strerror(errno.EROFS))
         context.assert_writable()

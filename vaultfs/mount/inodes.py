@@ -46,6 +46,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "FIRST_PRIVATE_NUMBER",
+    "GHOST_NUMBER",
     "ROOT_NUMBER",
     "Directory",
     "Draft",
@@ -61,6 +62,7 @@ __all__ = [
 
 ROOT_NUMBER = 1  # FUSE_ROOT_ID, fuse(4)
 FIRST_PRIVATE_NUMBER = 1 << 62
+GHOST_NUMBER = FIRST_PRIVATE_NUMBER - 1  # stands for no inode at all: see `vaultfs.mount.hints`
 
 
 class Inode:
@@ -555,7 +557,7 @@ class InodeTable:
 
     def number_for(self, backing: int) -> int:
         """The backing file's own number, or a private one while that is taken or means the mount's root."""
-        if backing == ROOT_NUMBER or backing >= FIRST_PRIVATE_NUMBER or backing in self._inodes:
+        if backing == ROOT_NUMBER or backing >= GHOST_NUMBER or backing in self._inodes:
             return self.private_number()
         return backing
 

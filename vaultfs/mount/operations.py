@@ -24,15 +24,17 @@ from typing import Any, ParamSpec, TypeVar
 import pyfuse3
 from pyfuse3 import FUSEError
 
-from vaultfs.errors import LookAgainError, ReservedNameError, VaultError, errno_of
+from vaultfs.errors import LookAgainError, ReservedNameError, VaultError, errno_of, printable
 from vaultfs.mount.context import MountContext, in_thread
 from vaultfs.mount.files import Files
-from vaultfs.mount.inodes import Directory, Link
+from vaultfs.mount.hints import Hints
+from vaultfs.mount.inodes import GHOST_NUMBER, Directory, Link
 from vaultfs.mount.tree import DirectoryListing, Tree
 
 __all__ = ["HANDLERS", "Operations", "guarded"]
 
 log = logging.getLogger(__name__)
+requests = logging.getLogger("vaultfs.requests")  # every request, with -o debug
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -47,21 +49,46 @@ def guarded(handler: Callable[_P, Coroutine[Any, Any, _R]]) -> Callable[_P, Coro
     @functools.wraps(handler)
     async def guard(*arguments: _P.args, **keywords: _P.kwargs) -> _R:
         try:
-            return await handler(*arguments, **keywords)
-        except FUSEError:
-            raise
+            result = await handler(*arguments, **keywords)
+        except FUSEError as error:
+            failure, cause = error, error.__cause__
         except VaultError as error:
-            raise FUSEError(errno_of(error)) from error
+            failure, cause = FUSEError(errno_of(error)), error
         except OSError as error:
             if error.errno is None or error.errno in _FAULTS:
                 log.exception("%s failed", handler.__name__)
-                raise FUSEError(errno.EIO) from error
-            raise FUSEError(error.errno) from error
+                failure, cause = FUSEError(errno.EIO), error
+            else:
+                failure, cause = FUSEError(error.errno), error
         except Exception as error:
             log.exception("%s failed", handler.__name__)
-            raise FUSEError(errno.EIO) from error
+            failure, cause = FUSEError(errno.EIO), error
+        else:
+            if requests.isEnabledFor(logging.DEBUG):
+                _log_request(handler.__name__, arguments, "")
+            return result
+        if requests.isEnabledFor(logging.DEBUG):
+            _log_request(
+                handler.__name__, arguments, f" -> {errno.errorcode.get(failure.errno, failure.errno)} ({cause})"
+            )
+        raise failure from cause
 
     return guard
+
+
+def _log_request(handler: str, arguments: tuple[Any, ...], result: str) -> None:
+    """One line for one request: names, numbers and the caller's thread, never content."""
+    words = []
+    for argument in arguments[1:]:
+        if isinstance(argument, pyfuse3.RequestContext):
+            words.append(f"thread={argument.pid}")
+        elif isinstance(argument, bytes) and handler not in ("write", "setxattr"):
+            words.append(printable(argument))
+        elif isinstance(argument, int):
+            words.append(str(argument))
+        elif isinstance(argument, bytes):
+            words.append(f"{len(argument)} bytes")
+    requests.debug("%s(%s)%s", handler, ", ".join(words), result)
 
 
 class Operations(pyfuse3.Operations):
@@ -77,6 +104,7 @@ class Operations(pyfuse3.Operations):
         self._tree = tree
         self._files = files
         self._inodes = context.inodes
+        self._hints = Hints(context)
         self._listings: dict[int, DirectoryListing] = {}
         self._numbers = itertools.count(1)
 
@@ -85,11 +113,28 @@ class Operations(pyfuse3.Operations):
         if self._context.redirects:
             self._context.redirects.end(thread)
 
+    def _begin_change(self, thread: int) -> None:
+        """What every request that changes a name begins with."""
+        self._other_request(thread)
+        if self._context.options.ro:
+            raise FUSEError(errno.EROFS)
+        if self._hints.is_companion(thread):
+            raise FUSEError(errno.EPERM)
+
     # --- names --------------------------------------------------------------------------------------------------
 
     @guarded
     async def lookup(self, parent_inode: int, name: bytes, ctx: pyfuse3.RequestContext) -> pyfuse3.EntryAttributes:
-        return self._tree.lookup(self._directory(parent_inode), name, ctx.pid)
+        parent = self._directory(parent_inode)
+        try:
+            found = self._tree.lookup(parent, name, ctx.pid)
+        except FileNotFoundError:
+            if self._hints.is_companion(ctx.pid):
+                return self._hints.missing(parent, name)
+            raise
+        if found.st_ino == 0 and self._hints.is_companion(ctx.pid):
+            return self._hints.missing(parent, name)
+        return found
 
     def _directory(self, number: int) -> Directory:
         inode = self._inodes[number]
@@ -110,21 +155,24 @@ class Operations(pyfuse3.Operations):
     async def mkdir(
         self, parent_inode: int, name: bytes, mode: int, ctx: pyfuse3.RequestContext
     ) -> pyfuse3.EntryAttributes:
-        self._other_request(ctx.pid)
-        self._assert_writable_mount()
-        return await self._tree.make_directory(self._directory(parent_inode), name, mode & 0o7777, ctx.uid, ctx.gid)
+        self._begin_change(ctx.pid)
+        return await self._tree.make_directory(
+            self._directory(parent_inode), name, mode & 0o7777, ctx.uid, ctx.gid, ctx.pid
+        )
 
     @guarded
     async def rmdir(self, parent_inode: int, name: bytes, ctx: pyfuse3.RequestContext) -> None:
-        self._other_request(ctx.pid)
-        self._assert_writable_mount()
+        self._begin_change(ctx.pid)
         self._tree.remove_directory(self._directory(parent_inode), name)
 
     @guarded
     async def unlink(self, parent_inode: int, name: bytes, ctx: pyfuse3.RequestContext) -> None:
-        self._other_request(ctx.pid)
-        self._assert_writable_mount()
-        await self._tree.unlink(self._directory(parent_inode), name)
+        parent = self._directory(parent_inode)
+        if self._hints.is_companion(ctx.pid):
+            self._hints.unlink(parent, name)
+            return
+        self._begin_change(ctx.pid)
+        await self._tree.unlink(parent, name, ctx.pid)
 
     @guarded
     async def rename(
@@ -136,18 +184,16 @@ class Operations(pyfuse3.Operations):
         flags: int,
         ctx: pyfuse3.RequestContext,
     ) -> None:
-        self._other_request(ctx.pid)
-        self._assert_writable_mount()
+        self._begin_change(ctx.pid)
         await self._tree.rename(
-            self._directory(parent_inode_old), name_old, self._directory(parent_inode_new), name_new, flags
+            self._directory(parent_inode_old), name_old, self._directory(parent_inode_new), name_new, flags, ctx.pid
         )
 
     @guarded
     async def symlink(
         self, parent_inode: int, name: bytes, target: bytes, ctx: pyfuse3.RequestContext
     ) -> pyfuse3.EntryAttributes:
-        self._other_request(ctx.pid)
-        self._assert_writable_mount()
+        self._begin_change(ctx.pid)
         return self._tree.make_link(self._directory(parent_inode), name, target, ctx.uid, ctx.gid)
 
     @guarded
@@ -167,8 +213,7 @@ class Operations(pyfuse3.Operations):
     async def mknod(
         self, parent_inode: int, name: bytes, mode: int, rdev: int, ctx: pyfuse3.RequestContext
     ) -> pyfuse3.EntryAttributes:
-        self._other_request(ctx.pid)
-        self._assert_writable_mount()
+        self._begin_change(ctx.pid)
         parent = self._directory(parent_inode)
         if self._context.policy.is_machinery(parent.path_of(name)):
             raise ReservedNameError(path=parent.path_of(name))
@@ -186,7 +231,7 @@ class Operations(pyfuse3.Operations):
     async def create(
         self, parent_inode: int, name: bytes, mode: int, flags: int, ctx: pyfuse3.RequestContext
     ) -> tuple[pyfuse3.FileInfo, pyfuse3.EntryAttributes]:
-        self._other_request(ctx.pid)
+        self._begin_change(ctx.pid)
         parent = self._directory(parent_inode)
         try:
             return await self._files.create(parent, name, mode, flags, ctx)
@@ -219,6 +264,8 @@ class Operations(pyfuse3.Operations):
 
     @guarded
     async def getattr(self, inode: int, ctx: pyfuse3.RequestContext) -> pyfuse3.EntryAttributes:
+        if inode == GHOST_NUMBER:
+            return self._hints.ghost()
         return self._tree.attributes(self._inodes[inode])
 
     @guarded
@@ -230,6 +277,8 @@ class Operations(pyfuse3.Operations):
         fh: int | None,
         ctx: pyfuse3.RequestContext,
     ) -> pyfuse3.EntryAttributes:
+        if self._hints.is_companion(ctx.pid):  # a chmod to the same mode: only watchers shall hear of it
+            return await self.getattr(inode, ctx)
         return await self._files.set_attributes(self._inodes[inode], attr, fields, fh, ctx.pid)
 
     @guarded
@@ -295,10 +344,6 @@ class Operations(pyfuse3.Operations):
                 raise
         finally:
             os.close(descriptor)
-
-    def _assert_writable_mount(self) -> None:
-        if self._context.options.ro:
-            raise FUSEError(errno.EROFS)
 
 
 HANDLERS: tuple[str, ...] = tuple(

@@ -369,7 +369,7 @@ class Saves:
             log.info("%s: not saved: %s; its draft is kept", self._shown(draft), error)
         if not isinstance(error, LockBusyError):
             self._context.counters["errors"] += 1
-        draft.refused = str(error)
+        draft.refused = error.message if isinstance(error, VaultError) else str(error)
         if draft.file is not None:
             try:
                 draft.file.mark(DraftState.OPEN, durable=True)
@@ -395,7 +395,7 @@ class Saves:
             if durability is not Durability.RELAXED:
                 await in_thread(sync_draft, file, durability)
             put = partial(self._put_if_unchanged, name, draft, writes, late=late, last=attempt == SYNC_ATTEMPTS - 1)
-            if await context.while_locked(lambda: (name.path(),), put):
+            if await context.while_locked(lambda: (name.path(),), put, saver=draft.writer):
                 return
 
     def _put_if_unchanged(self, name: Name, draft: Draft, writes: int, *, late: bool, last: bool) -> bool:
@@ -467,6 +467,8 @@ class Saves:
                 base_fd=draft.base.descriptor,
             )
         known = name.claim if name.claim is not None else draft.began
+        if draft.interrupted is not None and draft.kind == "replacement":
+            known = None  # its writer was stopped: as far as it got is worth having, and so is what it displaces
         if known is None and name.version is None:
             try:
                 return publish_new(root, drafts, file, path, meta, durability, late=late)
@@ -612,7 +614,8 @@ class Saves:
 
     async def retry_refused(self) -> None:
         """Try again what a busy lock kept out; keep on disk what must not go in any more."""
-        for draft in self._context.inodes.drafts():
+        # The newest first: it is the one that shall have the name, and those that it supersedes are kept.
+        for draft in sorted(self._context.inodes.drafts(), key=lambda one: one.last_write, reverse=True):
             if draft.refused is None or draft.handles or draft.name is None:
                 continue
             if not draft.changed or draft.file is None:

@@ -193,15 +193,23 @@ class Mount:
                 log.info("serving %s at %s", options.vault, options.mountpoint)
         finally:
             with trio.CancelScope(shield=True):
-                announcer_now, context.announcer = context.announcer, None
-                context.invalidator, context.watch = None, None
+                context.watch = None
                 context.inodes.forgot_directory = None
-                if announcer_now is not None:
-                    await trio.to_thread.run_sync(announcer_now.stop)
-                if invalidator is not None:
-                    await trio.to_thread.run_sync(invalidator.stop)
                 watch.close()
+                await self._end_hints(invalidator)
                 await trio.to_thread.run_sync(control.close)
+
+    async def _end_hints(self, invalidator: Invalidator) -> None:
+        """End the invalidating thread, then the companion, which lets go of the mount if that thread is stuck in it.
+
+        The companion stays known until it is dead: its last requests must not be carried out.
+        """
+        context = self.context
+        context.invalidator = None
+        ended = await trio.to_thread.run_sync(invalidator.stop)
+        if ended and context.announcer is not None:
+            await trio.to_thread.run_sync(context.announcer.stop)
+            context.announcer = None
 
     async def _loop_then_cancel(self, scope: trio.CancelScope) -> None:
         """The requests; when the kernel or `terminate` ends them, everything else ends too."""
@@ -230,6 +238,8 @@ class Mount:
         await self._stop_requested.wait()
         self.context.stopping = True
         log.info("stopping")
+        if self.context.invalidator is not None:
+            await self._end_hints(self.context.invalidator)  # while requests are still answered: both make some
         pyfuse3.terminate()
 
     async def _keep_house(self) -> None:

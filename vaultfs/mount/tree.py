@@ -341,7 +341,7 @@ class Tree:
             raise ReservedNameError(path=path)
 
     async def make_directory(
-        self, parent: Directory, name: bytes, mode: int, uid: int, gid: int
+        self, parent: Directory, name: bytes, mode: int, uid: int, gid: int, thread: int
     ) -> pyfuse3.EntryAttributes:
         context = self._context
         path = parent.path_of(name)
@@ -353,6 +353,8 @@ class Tree:
         with context.changing():
             context.root.mkdir(path, mode)
             self._give_to(path, uid, gid, parent)
+        if name.endswith(b".lock"):  # proper-lockfile, `mkdir f.lock`: it belongs to the process that made it
+            context.note_lock_made(path, self._saves.opener(thread))
         return self._entry_of_new(parent, name, path)
 
     def make_link(self, parent: Directory, name: bytes, target: bytes, uid: int, gid: int) -> pyfuse3.EntryAttributes:
@@ -412,7 +414,7 @@ class Tree:
                 await stack.enter_async_context(name.saving)
             yield
 
-    async def unlink(self, parent: Directory, name: bytes) -> None:
+    async def unlink(self, parent: Directory, name: bytes, thread: int) -> None:
         context = self._context
         path = parent.path_of(name)
         self.assert_name_is_free(path)
@@ -435,7 +437,7 @@ class Tree:
             if never_in_vault or child.live is not None or context.policy.is_protocol_file(parent.name, name):
                 remove()
             else:
-                await context.while_locked(lambda: (child.path(),), remove)
+                await context.while_locked(lambda: (child.path(),), remove, saver=self._saves.opener(thread))
 
     def _remove_file(self, name: Name) -> None:
         context = self._context
@@ -510,7 +512,9 @@ class Tree:
 
     # --- renaming -----------------------------------------------------------------------------------------------
 
-    async def rename(self, old_parent: Directory, old: bytes, new_parent: Directory, new: bytes, flags: int) -> None:
+    async def rename(
+        self, old_parent: Directory, old: bytes, new_parent: Directory, new: bytes, flags: int, thread: int
+    ) -> None:
         context = self._context
         if flags not in (0, pyfuse3.RENAME_NOREPLACE, pyfuse3.RENAME_EXCHANGE):
             raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
@@ -520,13 +524,15 @@ class Tree:
         context.assert_writable()
         source = old_parent.children.get(old)
         if isinstance(source, Name) and source.shown_draft is not None:
-            await self._rename_file(old_parent, old, new_parent, new, flags)
+            await self._rename_file(old_parent, old, new_parent, new, flags, thread)
             return
         status = context.root.stat(old_path)
         if stat.S_ISREG(status.st_mode):
-            await self._rename_file(old_parent, old, new_parent, new, flags)
+            await self._rename_file(old_parent, old, new_parent, new, flags, thread)
         elif stat.S_ISDIR(status.st_mode):
             await self._rename_directory(old_parent, old, new_parent, new, flags)
+            if new.endswith(b".lock"):
+                context.note_lock_made(new_path, self._saves.opener(thread))
         else:
             await self._rename_link(old_parent, old, new_parent, new, flags)
 
@@ -551,7 +557,7 @@ class Tree:
         return source, self._context.inodes.name_at(new_parent, new)
 
     async def _rename_file(
-        self, old_parent: Directory, old: bytes, new_parent: Directory, new: bytes, flags: int
+        self, old_parent: Directory, old: bytes, new_parent: Directory, new: bytes, flags: int, thread: int
     ) -> None:
         context = self._context
         source, target = self._names_for_rename(old_parent, old, new_parent, new, flags)
@@ -563,7 +569,8 @@ class Tree:
             if context.policy.is_protocol_file(old_parent.name, old):
                 move()
             else:
-                await context.while_locked(lambda: (source.path(), target.path()), move)
+                saver = self._saves.opener(thread)
+                await context.while_locked(lambda: (source.path(), target.path()), move, saver=saver)
 
     def _move_file(self, source: Name, target: Name, flags: int) -> None:
         """The rename itself; both path locks are held."""
@@ -788,8 +795,10 @@ class Tree:
             return  # forgotten or removed meanwhile: the kernel keeps nothing of it either
         if context.invalidator is None or context.policy.is_machinery(path):
             return
-        if not name:  # the directory itself went or moved: its watch tells nothing reliable any more
-            directory.watched = False
+        if not name:
+            if deleted:  # the directory itself went or moved: its watch tells nothing reliable any more
+                directory.watched = False
+            context.invalidator.inode(number, attr_only=True)
             return
         child = directory.children.get(name)
         try:
@@ -824,7 +833,9 @@ class Tree:
                 context.invalidator.inode(child.number, attr_only=True)
                 return
         if status is None and known is not None:
-            context.invalidator.entry(number, name, known.number)
+            announcer = context.announcer
+            told = partial(announcer.deleted, path) if announcer is not None else None
+            context.invalidator.entry(number, name, known.number, then=told)
             context.inodes.drop(directory, name)
         else:
             announcer = context.announcer
