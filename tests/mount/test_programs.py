@@ -394,7 +394,9 @@ def test_the_second_rsync_transfers_nothing(here: Path, plain: Path) -> None:
         assert [line for line in again.splitlines() if line.startswith(">")] == [
             line for line in again.splitlines() if line.endswith("note 1.md")
         ]
-        assert digest(target, times=True) == digest(plain, times=True)
+        # --inplace leaves the times of directories alone after its writes, and a save moves them: that of its lock
+        times = "--inplace" not in options
+        assert digest(target, times=times) == digest(plain, times=times)
 
 
 @needs("rg")
