@@ -1,6 +1,7 @@
 """The command line with real mounts: mount, umount, status, drafts, and what they say to bad input.
 
-Everything is run as a newcomer would run it: as a program, looking at its exit code and at what it prints.
+Everything is run as a newcomer would run it: as a program, looking at its exit code and at what it prints. Numbers in
+docstrings are those of the collection of field reports.
 """
 
 from __future__ import annotations
@@ -85,6 +86,7 @@ def one_clear_line(done: Done) -> str:
 
 
 def test_mount_returns_when_the_mount_answers_and_umount_when_the_daemon_is_gone(unmounted: MountedVault) -> None:
+    """Case 90, rclone#3342, libfuse#1: umount returns before the daemon is done."""
     (unmounted.vault / "note.md").write_text("note")
     for _ in range(3):
         done = mount_it(unmounted, unmounted.vault, unmounted.mnt)
@@ -153,7 +155,7 @@ def test_naming_the_vault_as_its_own_mountpoint_is_mounting_over_itself(unmounte
 
 
 def test_the_kernels_table_says_what_is_mounted(mounted: MountedVault) -> None:
-    """bazil#89: systemd unmounts what has /dev/fuse as its source; df and findmnt show the source."""
+    """Case 91, bazil#89: systemd unmounts what has /dev/fuse as its source; df and findmnt show the source."""
     line = in_mountinfo(mounted.mnt)
     assert line is not None
     kind, source = line.partition(" - ")[2].split()[:2]
@@ -164,7 +166,19 @@ def test_the_kernels_table_says_what_is_mounted(mounted: MountedVault) -> None:
 FSTAB_OPTIONS = "rw,dev,suid,noauto,user,exec,nofail,_netdev,x-systemd.automount,x-gvfs-show,defaults,comment=notes"
 
 
+def test_a_mountpoint_that_is_not_empty_can_be_had_by_asking(unmounted: MountedVault) -> None:
+    """Case 92, libfuse#582, gocryptfs#440: fuse3 never refuses by itself; `-o nonempty` must be accepted."""
+    (unmounted.mnt / "below").write_text("hidden")
+    assert mount_it(unmounted, unmounted.vault, unmounted.mnt).returncode == ExitCode.BUSY
+    assert mount_it(unmounted, unmounted.vault, unmounted.mnt, "-o", "nonempty").returncode == 0
+    assert os.listdir(unmounted.mnt) == []
+    unmounted.cli("umount", str(unmounted.mnt))
+    assert (unmounted.mnt / "below").read_text() == "hidden"
+    (unmounted.mnt / "below").unlink()
+
+
 def test_options_of_fstab_are_accepted(unmounted: MountedVault) -> None:
+    """Case 96, mountpoint-s3#44, b2_fuse#30: unknown words of fstab end the mount."""
     done = mount_it(unmounted, unmounted.vault, unmounted.mnt, "-o", FSTAB_OPTIONS)
     assert done.returncode == 0, done.stderr
 
@@ -571,7 +585,7 @@ def test_mounting_a_directory_of_a_mount_is_refused(vault_mount: Factory) -> Non
 
 @pytest.mark.parametrize("over_itself", [False, True], ids=["elsewhere", "over-itself"])
 def test_a_dead_mount_is_recognized_and_replaced(unmounted: MountedVault, over_itself: bool) -> None:
-    """The daemon is killed: status says so and does not hang, and mounting again just works."""
+    """Case 37, edge-endpoint#387: the daemon is killed; status says so and does not hang, mounting again just works."""
     words = [unmounted.vault] if over_itself else [unmounted.vault, unmounted.mnt]
     (unmounted.vault / "note.md").write_text("note")
     assert mount_it(unmounted, *words).returncode == 0
@@ -674,6 +688,7 @@ def the_mountpoint_is_not_empty(m: MountedVault) -> tuple[Sequence[str | Path], 
 
 @bad(ExitCode.UNSUITABLE)
 def the_mountpoint_lies_in_the_vault(m: MountedVault) -> tuple[Sequence[str | Path], str]:
+    """Case 86, bindfs#182, libfuse#509: a daemon that walks into its own mount waits for itself."""
     (m.vault / "mnt").mkdir()
     return [m.vault, m.vault / "mnt"], "inside"
 
@@ -793,6 +808,7 @@ def test_a_vault_and_a_mountpoint_of_somebody_else(of_a_user: MountedVault) -> N
 
 @as_root
 def test_allow_other_of_a_user_without_the_line_in_fuse_conf(of_a_user: MountedVault) -> None:
+    """Case 93, kopia#4169, geesefs#33."""
     if re.search(r"^user_allow_other\s*$", Path("/etc/fuse.conf").read_text(), re.MULTILINE):
         pytest.skip("this machine allows it")
     assert_refused(
@@ -817,6 +833,7 @@ def in_namespace(mount: MountedVault, prepare: str, *words: str | Path, uid: int
 
 @as_root
 def test_a_machine_without_dev_fuse(unmounted: MountedVault) -> None:
+    """Case 94, podman#14402, for-linux#321: a container without the device."""
     hide = "mkdir -p $HOME/dev; mount -t tmpfs dev $HOME/dev; for d in null urandom random zero tty; do"
     hide += " touch $HOME/dev/$d; mount --bind /dev/$d $HOME/dev/$d; done; mount --move $HOME/dev /dev"
     done = in_namespace(unmounted, hide, unmounted.vault, unmounted.mnt)
