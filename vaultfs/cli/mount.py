@@ -8,7 +8,8 @@ The command that the user typed (the *parent*) reads the options, opens the log 
 loop, and ``-f`` by hand is the very same program. The daemon makes the checks of `vaultfs.cli.preflight`, mounts,
 and tells the parent what happens through a pipe, one JSON object a line::
 
-    {"notice": "..."}                       a remark for the user's terminal (also from the mount, see `NOTICES`)
+    {"notice": "..."}                       something for the user's terminal (also from the mount, see `NOTICES`)
+    {"remark": "..."}                       the same, but not if the user said -q
     {"mounting": "/real/mountpoint"}        the checks are passed; from now on there may be a mount to clear away
     {"ready": true}                         the mount is up, says the daemon
     {"error": {kind, message, hint, exit_code}}
@@ -52,6 +53,9 @@ __all__ = ["NOTICES", "configure", "default_log_file", "options_help", "run"]
 
 NOTICES = "vaultfs.notice"
 """The logger for what the user should read on the terminal while a mount comes up: ``getLogger(NOTICES).info``."""
+
+_REMARKS = f"{NOTICES}.remark"
+"""Below it: what is good to know although all is well (`vaultfs.mount.remarks`). With -q it is only in the log."""
 
 _MOUNT_PATIENCE = 120.0  # recovery may copy, and the fence waits for a predecessor
 _ANSWER_PATIENCE = 15.0
@@ -150,7 +154,9 @@ def _serve(options: MountOptions, arguments: argparse.Namespace) -> int:
     except Exception as error:
         if not report.open:
             raise  # in the foreground main tells it; in the background it belongs into the log, where stderr goes
-        logging.getLogger(__name__).error("the mount did not come up", exc_info=error)
+        # What a VaultError says is meant for people and complete; whatever else this is, somebody has to find it.
+        trace = None if isinstance(error, VaultError) else error
+        logging.getLogger(__name__).error("the mount did not come up: %s", error, exc_info=trace)
         failure = protocol.failure_of(error)
         report.send({"error": protocol.plain(failure)})
         return failure.exit_code
@@ -190,7 +196,7 @@ class _Report(logging.Handler):
         logging.getLogger(NOTICES).info("%s", text)
 
     def emit(self, record: logging.LogRecord) -> None:
-        self.send({"notice": record.getMessage()})
+        self.send({"remark" if record.name == _REMARKS else "notice": record.getMessage()})
 
     def close(self) -> None:
         if self._descriptor is not None:
@@ -230,7 +236,9 @@ def _start(options: MountOptions, arguments: argparse.Namespace) -> int:
         command += ["-o", word]
     command += ["--", options.vault, *([] if options.over_itself else [options.mountpoint])]
     daemon: subprocess.Popen[bytes] | None = None
-    waiting = _Waiting(reading, options, log_path)
+    waiting = _Waiting(reading, options, log_path, quiet=arguments.quiet)
+    environment = _environment()
+    os.chdir("/")  # all paths are absolute by now; whoever stands in the vault is told to be beside the mount
     signal.signal(signal.SIGTERM, _ended_by)
     signal.signal(signal.SIGHUP, _ended_by)
     try:
@@ -241,7 +249,7 @@ def _start(options: MountOptions, arguments: argparse.Namespace) -> int:
                 stdout=log,
                 stderr=log,
                 cwd="/",
-                env=_environment(),
+                env=environment,
                 start_new_session=True,
                 pass_fds=[writing],
             )
@@ -271,7 +279,8 @@ def _ended_by(number: int, _frame: object) -> None:
 class _Waiting:
     """What the parent learns from the pipe."""
 
-    def __init__(self, reading: int, options: MountOptions, log_path: str) -> None:
+    def __init__(self, reading: int, options: MountOptions, log_path: str, *, quiet: bool) -> None:
+        self._quiet = quiet
         self._reading = reading
         self._options = options
         self._log_path = log_path
@@ -302,6 +311,9 @@ class _Waiting:
     def _heard(self, message: dict[str, Any]) -> bool:
         if "notice" in message:
             tell(printable(str(message["notice"])))
+        elif "remark" in message:
+            if not self._quiet:
+                tell(printable(str(message["remark"])))
         elif "mounting" in message:
             self._mounting = str(message["mounting"])
         elif "error" in message:

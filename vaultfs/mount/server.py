@@ -36,6 +36,7 @@ from vaultfs.drafts import Drafts, KeptDraft
 from vaultfs.errors import LookAgainError, MountFailedError, VaultError, VaultGoneError
 from vaultfs.kernel import AT_FDCWD, AT_NO_AUTOMOUNT, AT_STATX_DONT_SYNC, statx
 from vaultfs.locks import Fence, PathLocks
+from vaultfs.mount import remarks
 from vaultfs.mount.announce import Announcer
 from vaultfs.mount.context import MountContext
 from vaultfs.mount.files import Files
@@ -47,7 +48,7 @@ from vaultfs.mount.saves import Saves
 from vaultfs.mount.tree import Tree
 from vaultfs.mount.watch import Invalidator, OutsideWatch
 from vaultfs.root import VaultRoot
-from vaultfs.state import StateDirectory
+from vaultfs.state import STATE_NAME, StateDirectory
 
 __all__ = ["Mount", "serve"]
 
@@ -67,6 +68,7 @@ def serve(options: MountOptions, *, ready: Callable[[], None]) -> int:
     os.umask(0)  # modes are given exactly; the caller's umask comes with each request
     with ExitStack() as stack:
         root = stack.enter_context(VaultRoot.open(os.fsencode(options.vault)))
+        first_mount = not root.exists(STATE_NAME)
         state = stack.enter_context(StateDirectory.open(root, shared=options.shared))
         fence = None
         if not options.shared:
@@ -89,6 +91,8 @@ def serve(options: MountOptions, *, ready: Callable[[], None]) -> int:
         report = drafts.recover(locks)
         if report.anything:
             logging.getLogger("vaultfs.notice").info("%s", report.summary())
+        for remark in remarks.collect(root, options, first_mount=first_mount):
+            logging.getLogger("vaultfs.notice.remark").info("%s", remark)
         mount = Mount(options, root, state, drafts, locks, fence)
         return mount.run(ready)
 
