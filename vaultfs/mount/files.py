@@ -285,11 +285,11 @@ class Files:
         opener = self._saves.opener(ctx.pid)
         claim: FileIdentity | None = None
         if exclusive:
-            async with entry.saving:
-                claim = await context.while_locked(
-                    lambda: (parent.path_of(name),),
-                    partial(self._make_claim, entry, parent, name, mode, ctx, status_above, opener),
-                )
+            claim = await context.while_locked(
+                lambda: (parent.path_of(name),),
+                partial(self._make_claim, parent, name, mode, ctx, status_above, opener),
+                saver=opener,
+            )
         if entry.shown_draft is not None:
             if claim is None:
                 raise LookAgainError("somebody made it a moment ago")
@@ -319,7 +319,6 @@ class Files:
 
     def _make_claim(
         self,
-        entry: Name,
         parent: Directory,
         name: bytes,
         mode: int,
@@ -329,7 +328,8 @@ class Files:
     ) -> FileIdentity:
         """The empty file by which O_EXCL claims a name in the vault; the path lock is held."""
         path = parent.path_of(name)
-        if entry.shown_draft is not None or not entry.linked:
+        entry = self._context.inodes.name_at(parent, name)
+        if entry.shown_draft is not None:
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), path)
         context = self._context
         descriptor = context.root.open_file(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, stat.S_IMODE(mode))
@@ -416,7 +416,7 @@ class Files:
         name = draft.name
         if name is None or name.claim is not None or draft.file is None:
             return
-        async with name.saving:
+        async with draft.saving:
             await context.while_locked(lambda: (name.path(),), partial(self._publish_as_live, draft, name))
 
     def _publish_as_live(self, draft: Draft, name: Name) -> None:
@@ -424,16 +424,15 @@ class Files:
         if draft.name is not name or draft.file is None:
             return
         file, path = draft.file, name.path()
+        metadata, durability = self._saves.metadata(draft), self._saves.durability(path)
         try:
-            publish_new(
-                context.root, context.drafts, file, path, self._saves.metadata(draft), self._saves.durability(path)
-            )
+            publish_new(context.root, context.drafts, file, path, metadata, durability, keep_writable=True)
         except PublishError:
             return  # the name was taken in the vault: an ordinary draft, which displaces nothing unseen
         draft.file = None
         status = os.fstat(file.fd)
         for handle in draft.handles:
-            handle.descriptor = os.open(f"/proc/self/fd/{file.fd}", os.O_RDWR | os.O_CLOEXEC)
+            handle.descriptor = os.dup(file.fd)
         file.close()
         draft.changed = False
         context.inodes.became_live(draft, name, status)

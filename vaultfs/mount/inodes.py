@@ -161,11 +161,10 @@ class Name:
     `edit`     the one draft that everyone who opens the name without truncating it shares;
     `drafts`   all drafts that will be published at this name: the edit draft, replacements, detached ones;
     `claim`    the empty file that O_CREAT|O_EXCL put into the vault for us: it does not count as published;
-    `live`     the LiveFile, while the name is served in place;
-    `saving`   held by whoever changes what stands at the name in the vault, from its first await to its last.
+    `live`     the LiveFile, while the name is served in place.
     """
 
-    __slots__ = ("claim", "drafts", "edit", "linked", "live", "name", "parent", "saving", "version")
+    __slots__ = ("claim", "drafts", "edit", "linked", "live", "name", "parent", "version")
 
     def __init__(self, parent: Directory, name: bytes) -> None:
         self.parent = parent
@@ -176,7 +175,6 @@ class Name:
         self.claim: FileIdentity | None = None
         self.live: LiveFile | None = None
         self.linked = True
-        self.saving = trio.Lock()
 
     def path(self) -> bytes:
         return self.parent.path_of(self.name)
@@ -192,13 +190,7 @@ class Name:
 
     @property
     def in_use(self) -> bool:
-        return (
-            self.version is not None
-            or bool(self.drafts)
-            or self.live is not None
-            or self.claim is not None
-            or self.saving.locked()
-        )
+        return self.version is not None or bool(self.drafts) or self.live is not None or self.claim is not None
 
     def detach(self) -> None:
         """Take the name out of its directory, if it is still the one that stands there."""
@@ -351,6 +343,7 @@ class Draft(Inode):
         "published",
         "published_at",
         "refused",
+        "saving",
         "sent_numbers",
         "size",
         "times_set",
@@ -399,7 +392,8 @@ class Draft(Inode):
         self.opened_by_dying = False
         self.interrupted: tuple[int, int] | None = None  # (signal, `writes` at that moment)
         self.refused: str | None = None  # why the last attempt to publish failed; None while none did
-        self.preparing = trio.Lock()
+        self.preparing = trio.Lock()  # held while the staging file is made
+        self.saving = trio.Lock()  # held while it is published
 
     @property
     def pinned(self) -> bool:
@@ -742,7 +736,7 @@ class InodeTable:
             if inode.lookups == 0 and inode.handles == 0 and inode.users == 0:
                 name = inode.name
                 if name.version is inode:
-                    if name.drafts or name.saving.locked():
+                    if name.drafts:
                         return
                     name.version = None
                     self.collect_name(name)

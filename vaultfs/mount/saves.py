@@ -15,9 +15,9 @@ RELEASE of the last handle is the net under it all. A draft that could not be pu
 `refused`, and is tried again (`retry_refused`) until it is in or the name has changed; then it is kept on disk and
 listed by `vaultfs drafts`.
 
-Publishing (`_publish_at`) holds the name's `saving` lock (one change of a name at a time within the daemon). The
-draft's data is synced, then the path lock is waited for; from getting it to releasing it nothing awaits, so what is
-decided about the name holds until it is done.
+Publishing (`_publish_saving`) holds the draft's `saving` lock. The draft's data is synced, then the path lock is waited
+for; from getting it to releasing it nothing awaits, so what is decided about the name holds until it is done. Nobody
+else is held up by a save that waits: other drafts of the name, renames and removals go ahead if they get the lock.
 
 Sources of the rules: versions-and-drafts.md, "When a save is complete"; contract.md, promises 2 to 5.
 """
@@ -335,27 +335,23 @@ class Saves:
         """Put the draft at its name. `path_call`: truncate(path) and rename hear EBUSY for a conflict, since the
         kernel would repeat an ESTALE and the program never hear of it. `late`: long after the last write.
         """
-        while True:
-            name = draft.name
-            if name is None:  # unlinked: its content goes with its last handle
-                draft.changed = False
-                return
-            async with name.saving:
-                if draft.name is not name:
-                    continue  # renamed while we waited
-                if not draft.changed:
-                    return
-                try:
-                    await self._publish_at(name, draft, late=late)
-                except ConflictError as error:
-                    self._context.counters["conflicts"] += 1
-                    if path_call:
-                        raise PathCallConflictError(error.message, path=error.path) from error
-                    raise
-                except (VaultError, OSError) as error:
-                    self._refuse(draft, error)
-                    raise
-                return
+        draft.promises += 1  # nobody may end it, and close what a thread is syncing, while we are at it
+        try:
+            async with draft.saving:
+                if draft.name is None:  # unlinked: its content goes with its last handle
+                    draft.changed = False
+                if draft.changed:
+                    await self._publish_saving(draft, late=late)
+        except ConflictError as error:
+            self._context.counters["conflicts"] += 1
+            if path_call:
+                raise PathCallConflictError(error.message, path=error.path) from error
+            raise
+        except (VaultError, OSError) as error:
+            self._refuse(draft, error)
+            raise
+        finally:
+            draft.promises -= 1
 
     def _refuse(self, draft: Draft, error: VaultError | OSError) -> None:
         """Note why the draft is not in; make it and its record durable before the answer goes out."""
@@ -379,29 +375,32 @@ class Saves:
     def durability(self, path: bytes) -> Durability:
         return Durability(self._context.options.durability_of(os.fsdecode(path)))
 
-    async def _publish_at(self, name: Name, draft: Draft, *, late: bool) -> None:
+    async def _publish_saving(self, draft: Draft, *, late: bool) -> None:
+        """Sync the draft, wait for the path lock, put it at its name; again while it is written to in between."""
         context = self._context
         context.assert_writable()
-        path = name.path()
-        if draft.kind == "new" and self._claim_is_all(name, draft):
-            self._adopt_claim(name, draft, path)
+        if draft.kind == "new" and self._adopt_claim(draft):
             return
         await self.prepare(draft)
-        durability = self.durability(path)
+
+        def paths() -> tuple[bytes, ...]:
+            return (draft.name.path(),) if draft.name is not None else ()
+
         for attempt in range(SYNC_ATTEMPTS):
             file, writes = draft.file, draft.writes
-            if file is None:
+            if file is None or draft.name is None:
                 return
+            durability = self.durability(draft.name.path())
             if durability is not Durability.RELAXED:
                 await in_thread(sync_draft, file, durability)
-            put = partial(self._put_if_unchanged, name, draft, writes, late=late, last=attempt == SYNC_ATTEMPTS - 1)
-            if await context.while_locked(lambda: (name.path(),), put, saver=draft.writer):
+            put = partial(self._put_if_unchanged, draft, writes, late=late, last=attempt == SYNC_ATTEMPTS - 1)
+            if await context.while_locked(paths, put, saver=draft.writer):
                 return
 
-    def _put_if_unchanged(self, name: Name, draft: Draft, writes: int, *, late: bool, last: bool) -> bool:
+    def _put_if_unchanged(self, draft: Draft, writes: int, *, late: bool, last: bool) -> bool:
         """Publish, with the path lock held. False if the draft was written to since it was synced: sync it again."""
-        context = self._context
-        if draft.name is not name or draft.file is None:
+        name = draft.name
+        if name is None or draft.file is None:
             return True  # unlinked while we waited
         path = name.path()
         durability = self.durability(path)
@@ -410,7 +409,7 @@ class Saves:
                 return False
             sync_draft(draft.file, durability)  # somebody writes all the time: once more, here, and that is it
         if name.version is not None:
-            name.version.hold(context.root)
+            name.version.hold(self._context.root)
         try:
             published = self._put(name, draft, path, durability, late=late)
         except ConflictError:
@@ -542,17 +541,21 @@ class Saves:
         if stat.S_ISREG(status.st_mode):
             context.inodes.current_version(name, status)
 
-    @staticmethod
-    def _claim_is_all(name: Name, draft: Draft) -> bool:
-        """True if nothing was ever written to a file made with O_EXCL: the claim in the vault is all of it."""
-        return name.claim is not None and draft.writes == 0 and draft.size == 0 and not draft.touched
+    def _adopt_claim(self, draft: Draft) -> bool:
+        """Nothing was ever written to a file made with O_EXCL: then the claim in the vault is all of it, and published.
 
-    def _adopt_claim(self, name: Name, draft: Draft, path: bytes) -> None:
-        context = self._context
-        status = context.root.stat(path)
-        assert name.claim is not None
+        False if there is more to publish, or if the claim was taken away or replaced by somebody.
+        """
+        context, name = self._context, draft.name
+        if name is None or name.claim is None or draft.writes or draft.size or draft.touched:
+            return False
+        path = name.path()
+        try:
+            status = context.root.stat(path)
+        except FileNotFoundError:
+            return False
         if not name.claim.same_object(FileIdentity.from_stat(status)):
-            raise PathCallConflictError("somebody else's file took the name", path=path)
+            return False
         context.drafts.unclaim(path)
         version = context.inodes.supersede(name, status)
         if draft.file is not None:
@@ -565,6 +568,7 @@ class Saves:
         context.counters["saves"] += 1
         if context.announcer is not None:
             context.announcer.announce(path, stat.S_IMODE(status.st_mode))
+        return True
 
     # --- what could not be published ------------------------------------------------------------------------
 

@@ -5,8 +5,8 @@ stands at a name is one of: a directory, a link, a regular file (its Version, Li
 thread was redirected to), a draft of a name that was never published, or nothing. Hidden are the state directory,
 staging names, and path locks (`NamePolicy`).
 
-Changes to a name hold the Name's `saving` lock, taken in byte order of the paths, and then the path lock, under which
-the change itself is one synchronous step (`MountContext.while_locked`). Before a Version loses its name it is held
+A change to a name is one synchronous step while its path lock is held (`MountContext.while_locked`); what stands at
+the name is looked at in that step, not before. Before a Version loses its name it is held
 open (`Version.hold`).
 
 A file that was made with O_CREAT alone exists on the mount and not in the vault; one made with O_EXCL stands in the
@@ -20,8 +20,8 @@ from __future__ import annotations
 import errno
 import os
 import stat
-from collections.abc import AsyncIterator, Iterator
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from collections.abc import Iterator
+from contextlib import suppress
 from functools import partial
 
 import pyfuse3
@@ -406,14 +406,6 @@ class Tree:
 
     # --- removing names -----------------------------------------------------------------------------------------
 
-    @asynccontextmanager
-    async def _saving(self, *names: Name) -> AsyncIterator[None]:
-        """Hold the `saving` locks of `names`, in byte order of their paths."""
-        async with AsyncExitStack() as stack:
-            for name in sorted(set(names), key=lambda one: one.path()):
-                await stack.enter_async_context(name.saving)
-            yield
-
     async def unlink(self, parent: Directory, name: bytes, thread: int) -> None:
         context = self._context
         path = parent.path_of(name)
@@ -428,20 +420,16 @@ class Tree:
                 context.inodes.drop(parent, name)
                 return
             child = context.inodes.name_at(parent, name)
-        async with self._saving(child):
-            if not child.linked:
-                raise _absent(path)
-            path = child.path()
-            remove = partial(self._remove_file, child)
-            never_in_vault = child.shown_draft is not None and child.claim is None and not context.root.exists(path)
-            if never_in_vault or child.live is not None or context.policy.is_protocol_file(parent.name, name):
-                remove()
-            else:
-                await context.while_locked(lambda: (child.path(),), remove, saver=self._saves.opener(thread))
+        remove = partial(self._remove_file, parent, name)
+        never_in_vault = child.shown_draft is not None and child.claim is None and not context.root.exists(path)
+        if never_in_vault or child.live is not None or context.policy.is_protocol_file(parent.name, name):
+            remove()
+        else:
+            await context.while_locked(lambda: (parent.path_of(name),), remove, saver=self._saves.opener(thread))
 
-    def _remove_file(self, name: Name) -> None:
+    def _remove_file(self, parent: Directory, last: bytes) -> None:
         context = self._context
-        path = name.path()
+        name, path = context.inodes.name_at(parent, last), parent.path_of(last)
         if name.version is not None:
             name.version.hold(context.root)
         with context.changing():
@@ -564,19 +552,17 @@ class Tree:
         if source is target:
             return
         await self._publish_finished(source)
-        async with self._saving(source, target):
-            move = partial(self._move_file, source, target, flags)
-            if context.policy.is_protocol_file(old_parent.name, old):
-                move()
-            else:
-                saver = self._saves.opener(thread)
-                await context.while_locked(lambda: (source.path(), target.path()), move, saver=saver)
+        move = partial(self._move_file, old_parent, old, new_parent, new, flags)
+        if context.policy.is_protocol_file(old_parent.name, old):
+            move()
+        else:
+            saver = self._saves.opener(thread)
+            await context.while_locked(lambda: (old_parent.path_of(old), new_parent.path_of(new)), move, saver=saver)
 
-    def _move_file(self, source: Name, target: Name, flags: int) -> None:
+    def _move_file(self, old_parent: Directory, old: bytes, new_parent: Directory, new: bytes, flags: int) -> None:
         """The rename itself; both path locks are held."""
+        source, target = self._names_for_rename(old_parent, old, new_parent, new, flags)
         old_path, new_path = source.path(), target.path()
-        if not source.linked:
-            raise _absent(old_path)
         unpublished = source.shown_draft is not None
         target_shown = target.shown_draft is not None
         if flags & pyfuse3.RENAME_NOREPLACE and target_shown:
