@@ -79,8 +79,6 @@ class MountOptions(msgspec.Struct, frozen=True):
     lock_timeout: float = 5.0
     lock_stale: float = 10.0
     private_locks: list[str] = msgspec.field(default_factory=lambda: list(DEFAULT_PRIVATE_LOCKS))
-    owner_only: bool = False
-    state_dir: str = ".vaultfs"
     shared: bool = False
     allow_other: bool = False
     ro: bool = False
@@ -132,8 +130,6 @@ OPTIONS: tuple[Option, ...] = (
     Option("lock-timeout", "duration", "TIME", "how long a save waits for a file's lock"),
     Option("lock-stale", "duration", "TIME", "age at which the lock of a dead owner may be cleared"),
     Option("private-locks", "globs", "GLOB[:GLOB…]", "files whose locks are kept in the state directory"),
-    Option("owner-only", "switch", "on|off", "files 0600, directories 0700, no ACL; verified at every save"),
-    Option("state-dir", "path", "DIR", "where drafts and locks are kept; on the vault's file system"),
     Option("shared", "switch", "on|off", "several hosts serve this vault: no fence, short cache times"),
     Option("allow_other", "switch", "on|off", "other users may use the mount, within the files' permissions"),
     Option("ro", "switch", "on|off", "read only"),
@@ -356,9 +352,4 @@ def _check(options: MountOptions) -> None:
         raise ConfigError(
             "option lock-stale is below one second",
             remedy="Locks younger than that may be in the making; choose 1s or more.",
-        )
-    if ".." in options.state_dir.split("/") or options.state_dir.strip("/.") == "":
-        raise ConfigError(
-            f"option state-dir: {printable(options.state_dir)} is not a directory of its own",
-            remedy="Name a directory inside the vault, or an absolute one on the same file system.",
         )

@@ -137,7 +137,8 @@ def _serve(options: MountOptions, arguments: argparse.Namespace) -> int:
         if arguments.log:
             options = msgspec.structs.replace(options, log_file=arguments.log)
         try:
-            from vaultfs.mount.server import serve
+            from vaultfs.control.server import ControlServer
+            from vaultfs.mount.server import Mount, serve
         except ImportError as error:
             raise DeviceMissingError(
                 f"a library that vaultfs needs cannot be loaded: {error}",
@@ -150,7 +151,11 @@ def _serve(options: MountOptions, arguments: argparse.Namespace) -> int:
                 tell(f"{_sentence(options)}; Ctrl-C ends it")
             report.ready()
 
-        return serve(options, ready=ready)
+        def attend(mount: Mount) -> ControlServer:
+            root = mount.context.root
+            return ControlServer(mount, options, vault_dev=root.dev, vault_ino=root.ino)
+
+        return serve(options, ready=ready, attend=attend)
     except Exception as error:
         if not report.open:
             raise  # in the foreground main tells it; in the background it belongs into the log, where stderr goes

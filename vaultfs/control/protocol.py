@@ -36,12 +36,13 @@ from __future__ import annotations
 
 import builtins
 import json
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 
 from vaultfs import errors
 from vaultfs.errors import VaultError, exit_code_of, hint_of, words_of
+from vaultfs.mount.status import HeldLockInfo, KeptDraftInfo, MountStatus, OpenDraft
 
 __all__ = [
     "MAXIMUM_REPLY",
@@ -68,59 +69,6 @@ MAXIMUM_REQUEST = 64 << 10  # bytes; longer ones are refused unread
 MAXIMUM_REPLY = 64 << 20
 
 _T = TypeVar("_T")
-
-
-class OpenDraft(msgspec.Struct):
-    """A draft that somebody works on at this moment."""
-
-    path: str  # vault-relative
-    size: int  # bytes
-    age_s: float  # since it was opened
-    kind: str  # edit, append, replacement, new
-    pid: int  # the writer's; 0 if not known
-    program: str
-    changed: bool  # False: opened for writing, nothing written yet
-
-
-class HeldLockInfo(msgspec.Struct):
-    """A path lock that this daemon holds."""
-
-    path: str
-    held_s: float
-    private: bool = False  # kept in the state directory, not beside the file
-
-
-class KeptDraftInfo(msgspec.Struct):
-    """A draft that could not be published, or a version that was displaced; kept until somebody decides."""
-
-    id: str
-    path: str  # where it belongs, vault-relative
-    size: int
-    when: str  # ISO 8601, UTC
-    program: str
-    pid: int
-    uid: int
-    reason: str  # in words
-    kind: str = "edit"
-
-
-class MountStatus(msgspec.Struct):
-    """Everything `vaultfs status` shows about one mount."""
-
-    vault: str
-    mountpoint: str
-    pid: int
-    since: str  # ISO 8601, UTC
-    version: str
-    state: Literal["serving", "read-only", "stopping"] = "serving"
-    reason: str | None = None  # why it is read-only
-    drafts: list[OpenDraft] = []
-    locks: list[HeldLockInfo] = []
-    counters: dict[str, int] = {}  # saves, conflicts, busy, errors, …
-    kept: list[KeptDraftInfo] = []
-    retries: list[str] = []  # paths whose publishing is tried again, vault-relative
-    options: dict[str, Any] = {}
-    log_file: str | None = None
 
 
 class Provider(Protocol):

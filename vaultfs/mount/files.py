@@ -101,6 +101,7 @@ class Files:
         redirects = self._context.redirects
         if _writes(flags):
             self._assert_may_write(version, thread)
+            self._serve_in_place_if_huge(version, flags)
             raise self._look_again(thread, version, writing=True, truncating=bool(flags & os.O_TRUNC))
         if version.stat.st_nlink > 1 and self._context.options.hardlinks == "refuse":
             raise HardLinkedError(path=version.name.path())
@@ -127,6 +128,17 @@ class Files:
         handle = Handle(version, writes=False)
         version.handles += 1
         return self._register(handle, keep_cache=True)
+
+    def _serve_in_place_if_huge(self, version: Version, flags: int) -> None:
+        """`live-above`: an edit of such a file would copy it whole, where the file system cannot share extents."""
+        if (
+            version.identity.size > self._context.options.live_above
+            and not flags & os.O_TRUNC
+            and not self._saves.can_reflink
+            and not version.name.drafts
+            and version.is_current
+        ):
+            self._context.inodes.live_at(version.name, version.stat)
 
     def _is_current(self, version: Version) -> bool:
         """True if the vault's name still holds exactly this version: a new open sees an outside change at once."""

@@ -30,6 +30,7 @@ import os
 import signal
 import stat
 import time
+from contextlib import ExitStack
 from functools import partial
 
 import trio
@@ -45,6 +46,7 @@ from vaultfs.errors import (
     printable,
 )
 from vaultfs.identity import FileIdentity
+from vaultfs.kernel import ficlone
 from vaultfs.metadata import Metadata
 from vaultfs.mount import procs
 from vaultfs.mount.context import MountContext, in_thread
@@ -77,7 +79,7 @@ class Saves:
 
     def __init__(self, context: MountContext) -> None:
         self._context = context
-        self.can_reflink = True  # until a copy says otherwise
+        self.can_reflink = _can_reflink(context)
 
     # --- which draft ----------------------------------------------------------------------------------------
 
@@ -737,6 +739,22 @@ class Saves:
 
 def _durably(file: DraftFile) -> None:
     file.mark(DraftState.DURABLE, durable=True)
+
+
+def _can_reflink(context: MountContext) -> bool:
+    """Try it on an unnamed file in the state directory: nothing else tells for sure."""
+    with ExitStack() as stack:
+        try:
+            directory = context.root.open_directory(context.state.path)
+            stack.callback(os.close, directory)
+            source = os.open(b".", os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600, dir_fd=directory)
+            stack.callback(os.close, source)
+            target = os.open(b".", os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600, dir_fd=directory)
+            stack.callback(os.close, target)
+            os.write(source, b"x")
+            return ficlone(source, target)
+        except OSError:
+            return False  # no unnamed files, or no room for one: copies are made the ordinary way then
 
 
 def _fsync_directory(directory: int) -> None:

@@ -2,7 +2,7 @@
 
 Order on the way up, each step undone by the one `ExitStack` if a later one fails::
 
-    root → state directory → fence → drafts and locks → recovery → FUSE session → control server → READY
+    root → state directory → fence → drafts and locks → recovery → FUSE session → attendant → READY
 
 The root's descriptor is taken before anything is mounted, so that a mount over the vault itself does not get between.
 READY is said only after a statfs on the mount was answered, in a thread: it comes back to us as a request.
@@ -12,7 +12,7 @@ On the way down
     the loop's own task then publishes what is complete, keeps the rest and detaches the mount. What the kernel had
     not yet released is settled after the loop has ended: nobody has it open any more.
 
-`Mount` is also what the control server asks (`vaultfs.control.protocol.Provider`): snapshots only, from other threads.
+`Mount` is also what the control server asks (`vaultfs.control.Provider`): snapshots only, from other threads.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ import signal
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
+from typing import Protocol
 
+import msgspec
 import pyfuse3
 import trio
 
 import vaultfs
 from vaultfs.config import MountOptions
-from vaultfs.control import protocol
-from vaultfs.control.server import ControlServer
 from vaultfs.drafts import Drafts, KeptDraft
 from vaultfs.errors import LookAgainError, MountFailedError, VaultError, VaultGoneError
 from vaultfs.kernel import AT_FDCWD, AT_NO_AUTOMOUNT, AT_STATX_DONT_SYNC, statx
@@ -45,6 +45,7 @@ from vaultfs.mount.names import NamePolicy
 from vaultfs.mount.operations import Operations
 from vaultfs.mount.redirect import Redirects
 from vaultfs.mount.saves import Saves
+from vaultfs.mount.status import HeldLockInfo, KeptDraftInfo, MountStatus, OpenDraft
 from vaultfs.mount.tree import Tree
 from vaultfs.mount.watch import Invalidator, OutsideWatch
 from vaultfs.root import VaultRoot
@@ -55,13 +56,25 @@ __all__ = ["Mount", "serve"]
 log = logging.getLogger(__name__)
 
 HOUSEKEEPING = 0.5  # seconds between looks at idle drafts, refused drafts and expired redirects
-HEARTBEAT = 10.0  # seconds; lock-protocol.md, "The fence"
+HEARTBEAT = 10.0  # seconds; lock-md, "The fence"
 READY_LIMIT = 20.0  # seconds in which a mount has to answer its first statfs
 MOST_TASKS = 1000  # requests under way at once; those that wait for a lock wait in one each
 
 
-def serve(options: MountOptions, *, ready: Callable[[], None]) -> int:
+class Attendant(Protocol):
+    """Whoever answers questions about the mount while it is served (the control server, a storey above)."""
+
+    def start(self) -> None:
+        """Begin; called once the mount answers. What it raises ends the mount."""
+
+    def close(self) -> None:
+        """End; called in a worker thread, also if `start` failed."""
+
+
+def serve(options: MountOptions, *, ready: Callable[[], None], attend: Callable[[Mount], Attendant]) -> int:
     """Mount and serve until the mount is gone; calls `ready` once when it answers. Returns the exit code.
+
+    `attend` makes the one who answers questions about the mount.
 
     Raises what kept the mount from coming up (a VaultError or OSError); then nothing is left behind.
     """
@@ -94,7 +107,7 @@ def serve(options: MountOptions, *, ready: Callable[[], None]) -> int:
         for remark in remarks.collect(root, options, first_mount=first_mount):
             logging.getLogger("vaultfs.notice.remark").info("%s", remark)
         mount = Mount(options, root, state, drafts, locks, fence)
-        return mount.run(ready)
+        return mount.run(ready, attend)
 
 
 class Mount:
@@ -133,7 +146,7 @@ class Mount:
 
     # --- from mounting to unmounting --------------------------------------------------------------------------
 
-    def run(self, ready: Callable[[], None]) -> int:
+    def run(self, ready: Callable[[], None], attend: Callable[[Mount], Attendant]) -> int:
         """Mount, serve, settle, unmount."""
         options = self._options
         words = {
@@ -155,7 +168,7 @@ class Mount:
         mounted = True
         try:
             self.context.root.covered = options.over_itself
-            trio.run(self._serve, ready)
+            trio.run(self._serve, ready, attend(self))
             mounted = False  # the loop ended because the mount is gone
         finally:
             pyfuse3.close(unmount=mounted or self.context.stopping)
@@ -164,13 +177,12 @@ class Mount:
             self.context.inodes.close()
         return 0
 
-    async def _serve(self, ready: Callable[[], None]) -> None:
+    async def _serve(self, ready: Callable[[], None], attendant: Attendant) -> None:
         context, options = self.context, self._options
         self._token = trio.lowlevel.current_trio_token()
         self._stop_requested = trio.Event()
         watch = OutsideWatch(self.tree.changed_outside, self.tree.lost_count)
         invalidator = Invalidator()
-        control = ControlServer(self, options, vault_dev=context.root.dev, vault_ino=context.root.ino)
         try:
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(self._take_signals)
@@ -188,7 +200,7 @@ class Mount:
                 announcer = Announcer(os.fsencode(options.mountpoint), context.device, shared=options.allow_other)
                 if not options.ro and announcer.start():
                     context.announcer = announcer
-                control.start()
+                attendant.start()
                 nursery.start_soon(self._keep_house)
                 if self._fence is not None:
                     nursery.start_soon(self._beat)
@@ -201,7 +213,7 @@ class Mount:
                 context.inodes.forgot_directory = None
                 watch.close()
                 await self._end_hints(invalidator)
-                await trio.to_thread.run_sync(control.close)
+                await trio.to_thread.run_sync(attendant.close)
 
     async def _end_hints(self, invalidator: Invalidator) -> None:
         """End the invalidating thread, then the companion, which lets go of the mount if that thread is stuck in it.
@@ -283,7 +295,7 @@ class Mount:
 
     # --- what the control server asks, from other threads -------------------------------------------------------
 
-    def status(self) -> protocol.MountStatus:
+    def status(self) -> MountStatus:
         context = self.context
         now = time.monotonic()
         drafts, retries = [], []
@@ -298,7 +310,7 @@ class Mount:
             if not draft.handles:
                 continue
             drafts.append(
-                protocol.OpenDraft(
+                OpenDraft(
                     path=path,
                     size=draft.size,
                     age_s=now - draft.created,
@@ -309,7 +321,7 @@ class Mount:
                 )
             )
         held = [
-            protocol.HeldLockInfo(path=os.fsdecode(path), held_s=max(0.0, now - lock.since), private=lock.private)
+            HeldLockInfo(path=os.fsdecode(path), held_s=max(0.0, now - lock.since), private=lock.private)
             for path, lock in list(context.locks.held.items())
         ]
         state = "serving"
@@ -317,7 +329,7 @@ class Mount:
             state = "stopping"
         elif context.read_only_reason is not None or self._options.ro:
             state = "read-only"
-        return protocol.MountStatus(
+        return MountStatus(
             vault=self._options.vault,
             mountpoint=self._options.mountpoint,
             pid=os.getpid(),
@@ -330,17 +342,17 @@ class Mount:
             counters=dict(context.counters),
             kept=self.kept_drafts(),
             retries=retries,
-            options=protocol.plain(self._options),
+            options=msgspec.to_builtins(self._options),
             log_file=self._options.log_file,
         )
 
-    def kept_drafts(self) -> list[protocol.KeptDraftInfo]:
+    def kept_drafts(self) -> list[KeptDraftInfo]:
         kept = [_kept_info(draft) for draft in self.context.drafts.kept()]
         for draft in self.context.inodes.drafts():  # those that are still tried again are kept, too
             file, name = draft.file, draft.name
             if draft.refused is not None and file is not None and name is not None:
                 kept.append(
-                    protocol.KeptDraftInfo(
+                    KeptDraftInfo(
                         id=file.id,
                         path=_path_text(name),
                         size=draft.size,
@@ -375,8 +387,8 @@ def _path_text(name: Name) -> str:
         return os.fsdecode(name.name)
 
 
-def _kept_info(draft: KeptDraft) -> protocol.KeptDraftInfo:
-    return protocol.KeptDraftInfo(
+def _kept_info(draft: KeptDraft) -> KeptDraftInfo:
+    return KeptDraftInfo(
         id=draft.id,
         path=draft.target,
         size=draft.size,
