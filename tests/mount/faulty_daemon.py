@@ -1,7 +1,8 @@
 """`vaultfs`, with a fault planted in its handlers: run as a program in the place of `python -m vaultfs`.
 
-A handler whose name stands in the file $VAULTFS_TEST_PLANT (``NAME KIND``) raises instead of doing its work; those that
-nobody may refuse (release, releasedir) raise after it, so that the test sees the fault and not its own leak.
+A handler whose name stands in the file ~/plant (``NAME KIND``; HOME is the test's own) raises instead of doing its
+work; those that nobody may refuse (release, releasedir) raise after it, so that the test sees the fault and not its own
+leak.
 
 The fault is put *inside* the guard that is installed on the class, into the cell where the guard keeps the handler:
 what is tried is the real guard around the real handler, as pyfuse3 calls it.
@@ -9,7 +10,6 @@ what is tried is the real guard around the real handler, as pyfuse3 calls it.
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -27,7 +27,10 @@ KINDS: dict[str, Callable[[str], BaseException]] = {
 
 
 def _planted(name: str) -> BaseException | None:
-    words = Path(os.environ["VAULTFS_TEST_PLANT"]).read_text().split()
+    try:
+        words = (Path.home() / "plant").read_text().split()
+    except FileNotFoundError:  # nothing planted yet
+        return None
     return KINDS[words[1]](name) if words and words[0] == name else None
 
 

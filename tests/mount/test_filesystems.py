@@ -264,8 +264,12 @@ def _save_too_much(path: str) -> list[int]:
 
     results = []
     for _ in range(3):
-        fd = os.open(path, os.O_WRONLY | os.O_TRUNC)
         told = 0
+        try:
+            fd = os.open(path, os.O_WRONLY | os.O_TRUNC)
+        except OSError as error:  # not even room to begin: the first attempt has filled the disk
+            results.append(error.errno or -1)
+            continue
         try:
             for _ in range(80):
                 os.write(fd, b"x" * 65536)
@@ -312,7 +316,11 @@ def test_in_the_background_it_answers_when_the_command_returns(vault_mount: Any,
 def test_plain_fusermount_ends_it_cleanly(vault_mount: Any, over_itself: bool) -> None:
     mounted: MountedVault = vault_mount(over_itself=over_itself, files={"f.txt": "text"})
     mounted.shell("echo new > f.txt")
-    subprocess.run(["fusermount3", "-u", str(mounted.mnt)], check=True)
+    # Again if it is busy for a moment: anybody on the machine who looks at all mounts (df) may hold it just then.
+    eventually(
+        lambda: subprocess.run(["fusermount3", "-u", str(mounted.mnt)], capture_output=True).returncode == 0,
+        "fusermount3 -u unmounts it",
+    )
     _wait_for_end(mounted)
 
 
@@ -359,7 +367,7 @@ def test_mounted_again_after_a_kill_the_vault_is_as_it_was_and_nothing_is_lost(v
     subprocess.run(["fusermount3", "-uz", str(first.mnt)], check=False, capture_output=True)
     assert first.read_behind("f.txt") == b"old" and first.names_behind() == {"f.txt"}
     first.start()
-    first.expect_log("recover|killed|left")
+    first.expect_log("recover|killed|left|took this vault over")
     kept = {draft["path"]: draft for draft in first.kept()}
     assert first.kept_content(kept["f.txt"]) == b"half\n"
     assert first.kept_content(kept["new.txt"]) == b"new\n" if "new.txt" in kept else first.read("new.txt") == b"new\n"
