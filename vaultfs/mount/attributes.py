@@ -11,10 +11,17 @@ Timeouts are where freshness is decided (versions-and-drafts.md, "How a writer g
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pyfuse3
 
-__all__ = ["KEPT_BRIEFLY", "KEPT_LONG", "entry_attributes"]
+from vaultfs.errors import LookAgainError
+from vaultfs.identity import FileIdentity
+from vaultfs.mount.inodes import Version
+from vaultfs.root import VaultRoot
+
+__all__ = ["KEPT_BRIEFLY", "KEPT_LONG", "entry_attributes", "path_descriptor"]
 
 KEPT_LONG = 3600.0  # seconds; outside changes are told to the kernel as they are seen
 KEPT_BRIEFLY = 1.0  # seconds, where outside changes cannot be watched
@@ -41,3 +48,18 @@ def entry_attributes(
     entry.st_mtime_ns = status.st_mtime_ns
     entry.st_ctime_ns = status.st_ctime_ns
     return entry
+
+
+@contextmanager
+def path_descriptor(root: VaultRoot, version: Version) -> Iterator[int]:
+    """A descriptor that stands for exactly this version, with or without the right to read it."""
+    if version.descriptor is not None and not version.is_current:
+        yield version.descriptor
+        return
+    descriptor = root.open_file(version.name.path(), os.O_PATH)
+    try:
+        if not version.identity.unchanged(FileIdentity.from_stat(os.fstat(descriptor))):
+            raise LookAgainError("changed outside")
+        yield descriptor
+    finally:
+        os.close(descriptor)

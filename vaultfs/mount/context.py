@@ -32,7 +32,8 @@ if TYPE_CHECKING:
     from vaultfs.drafts import Drafts
     from vaultfs.locks import Acquisition, Fence, HeldLock, PathLocks
     from vaultfs.mount.announce import Announcer
-    from vaultfs.mount.inodes import InodeTable, Opener
+    from vaultfs.mount.inode_table import InodeTable
+    from vaultfs.mount.inodes import Opener
     from vaultfs.mount.names import NamePolicy
     from vaultfs.mount.redirect import Redirects
     from vaultfs.mount.watch import Invalidator, OutsideWatch

@@ -27,8 +27,6 @@ import itertools
 import logging
 import os
 import stat
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 
 import pyfuse3
@@ -44,7 +42,7 @@ from vaultfs.errors import (
 from vaultfs.identity import FileIdentity
 from vaultfs.mount import procs
 from vaultfs.mount.context import MountContext, in_thread
-from vaultfs.mount.inodes import Directory, Draft, Handle, Inode, Link, LiveFile, Name, Opener, Version
+from vaultfs.mount.inodes import Directory, Draft, Handle, Inode, LiveFile, Name, Opener, Version
 from vaultfs.mount.names import SQLITE_HEADER, is_database
 from vaultfs.mount.saves import Saves
 from vaultfs.mount.tree import Tree
@@ -83,7 +81,7 @@ class Files:
             return self._open_live(inode, flags)
         raise OSError(errno.ENXIO, os.strerror(errno.ENXIO))
 
-    def _look_again(self, thread: int, source: Inode, *, writing: bool, truncating: bool = False) -> LookAgainError:
+    def look_again(self, thread: int, source: Inode, *, writing: bool, truncating: bool = False) -> LookAgainError:
         """Note what `thread` wants, and make the error that sends it to look for it."""
         former = self._context.redirects.begin(thread, source, writing=writing, truncating=truncating)
         if former is not None:
@@ -91,7 +89,7 @@ class Files:
         self._context.counters["redirects"] += 1
         return LookAgainError()
 
-    def _arrived(self, thread: int) -> None:
+    def arrived(self, thread: int) -> None:
         """`thread` got what it was looking for."""
         former = self._context.redirects.end(thread)
         if former is not None:
@@ -100,20 +98,20 @@ class Files:
     def _open_version(self, version: Version, flags: int, thread: int) -> pyfuse3.FileInfo:
         redirects = self._context.redirects
         if _writes(flags):
-            self._assert_may_write(version, thread)
+            self.assert_may_write(version, thread)
             self._serve_in_place_if_huge(version, flags)
-            raise self._look_again(thread, version, writing=True, truncating=bool(flags & os.O_TRUNC))
+            raise self.look_again(thread, version, writing=True, truncating=bool(flags & os.O_TRUNC))
         if version.stat.st_nlink > 1 and self._context.options.hardlinks == "refuse":
             raise HardLinkedError(path=version.name.path())
         pending = redirects.get(thread)
         second = pending is not None and not pending.writing
         if not (second and version.descriptor is not None):
             if not self._is_current(version):
-                raise self._look_again(thread, version, writing=False)
+                raise self.look_again(thread, version, writing=False)
             try:
                 version.open_content(self._context.root)
             except LookAgainError:
-                raise self._look_again(thread, version, writing=False) from None
+                raise self.look_again(thread, version, writing=False) from None
         # The second time it is what the name held when this thread looked: the kernel looks again only once, so
         # a version that was superseded since then is given all the same. It was current after open(2) was called.
         descriptor = version.descriptor
@@ -123,8 +121,8 @@ class Files:
             if version.is_current and not version.name.drafts and is_database(os.pread(descriptor, 16, 0)):
                 # It is a database whatever its name: from now on it is served in place.
                 self._context.inodes.live_at(version.name, version.stat)
-                raise self._look_again(thread, version, writing=False)
-        self._arrived(thread)
+                raise self.look_again(thread, version, writing=False)
+        self.arrived(thread)
         handle = Handle(version, writes=False)
         version.handles += 1
         return self._register(handle, keep_cache=True)
@@ -150,7 +148,7 @@ class Files:
             return False
         return version.identity.unchanged(FileIdentity.from_stat(status))
 
-    def _assert_may_write(self, version: Version, thread: int) -> None:
+    def assert_may_write(self, version: Version, thread: int) -> None:
         """Raises what opening `version` for writing shall fail with, here rather than at close."""
         context = self._context
         path = version.name.path() if version.name.linked else None
@@ -164,7 +162,7 @@ class Files:
         if version.stat.st_nlink > 1 and version.is_current and context.options.hardlinks != "break":
             raise HardLinkedError(path=path)
         if context.redirects.came_back_unlooked(thread, version, writing=True):
-            self._arrived(thread)
+            self.arrived(thread)
             log.info("%s: refused to a writer that reopens by descriptor", printable(path or b"?"))
             raise CallerUnknownError(path=path)
         if path is not None and version.is_current:
@@ -187,8 +185,8 @@ class Files:
         if not _writes(flags):
             published = name is not None and (name.version is not None or name.live is not None)
             if walked and published:
-                raise self._look_again(thread, draft, writing=False)
-            self._arrived(thread)
+                raise self.look_again(thread, draft, writing=False)
+            self.arrived(thread)
             handle = Handle(draft, writes=False)
             draft.handles.add(handle)
             return self._register(handle, keep_cache=True)
@@ -199,14 +197,14 @@ class Files:
         promised = pending is not None and pending.draft is draft
         unlooked = redirects.came_back_unlooked(thread, draft, writing=True)
         if name is not None and draft not in name.drafts:
-            raise self._look_again(thread, draft, writing=True, truncating=truncating)
+            raise self.look_again(thread, draft, writing=True, truncating=truncating)
         if truncating and draft.size > 0 and draft.kind == "new" and not promised and not unlooked:
             # Whole-file saves that overlap are each whole, also of a file that was never published.
-            raise self._look_again(thread, draft, writing=True, truncating=True)
+            raise self.look_again(thread, draft, writing=True, truncating=True)
         opener = pending.opener if pending is not None and pending.opener is not None else self._saves.opener(thread)
         keep_cache = True
         if draft.kind == "edit" and not draft.handles and not draft.changed and draft.file is None:
-            keep_cache = self._start_afresh(draft)
+            keep_cache = self.start_afresh(draft)
         if draft.base is not None:
             draft.base.open_content(self._context.root)
         if truncating and draft.kind == "replacement" and draft.file is None and not draft.published:
@@ -219,11 +217,11 @@ class Files:
         handle.opener = opener
         draft.handles.add(handle)
         draft.interrupted = None
-        self._arrived(thread)
+        self.arrived(thread)
         return self._register(handle, keep_cache=keep_cache)
 
     @staticmethod
-    def _start_afresh(draft: Draft) -> bool:
+    def start_afresh(draft: Draft) -> bool:
         """A clean draft that nobody has open starts from the newest version; False if its cached pages are stale."""
         name = draft.name
         if name is None or draft.base is name.version:
@@ -479,297 +477,9 @@ class Files:
         elif isinstance(inode, Version) and inode.descriptor is not None:
             await in_thread(os.fsync, inode.descriptor)
 
-    # --- attributes -------------------------------------------------------------------------------------------------
-
-    async def set_attributes(
-        self,
-        inode: Inode,
-        wanted: pyfuse3.EntryAttributes,
-        fields: pyfuse3.SetattrFields,
-        number: int | None,
-        thread: int,
-    ) -> pyfuse3.EntryAttributes:
-        context = self._context
-        if context.options.ro:
-            raise OSError(errno.EROFS, os.strerror(errno.EROFS))
-        context.assert_writable()
-        if fields.update_size:
-            await self._set_size(inode, wanted.st_size, number, thread)
-        if fields.update_mode or fields.update_uid or fields.update_gid or fields.update_atime or fields.update_mtime:
-            self._set_metadata(inode, wanted, fields)
-        return self._tree.attributes(inode)
-
-    async def _set_size(self, inode: Inode, size: int, number: int | None, thread: int) -> None:
-        handle = self._handles.get(number) if number is not None else None
-        if isinstance(inode, Version):
-            self._assert_may_write(inode, thread)
-            raise self._look_again(thread, inode, writing=True)
-        if isinstance(inode, LiveFile):
-            if handle is not None and handle.descriptor is not None:
-                os.ftruncate(handle.descriptor, size)
-                return
-            descriptor, status = self._context.root.open_with_stat(inode.name.path(), os.O_WRONLY)
-            try:
-                if inode.identity != (status.st_dev, status.st_ino):
-                    raise LookAgainError("the file was replaced")
-                if status.st_nlink > 1:
-                    raise HardLinkedError(path=inode.name.path())
-                os.ftruncate(descriptor, size)
-            finally:
-                os.close(descriptor)
-            return
-        if not isinstance(inode, Draft):
-            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
-        if handle is None:
-            await self._truncate_by_path(inode, size, thread)
-        else:
-            await self._saves.truncate(inode, size)
-
-    async def _truncate_by_path(self, draft: Draft, size: int, thread: int) -> None:
-        """truncate(path) is a save of its own: one publish, before it returns."""
-        if draft.kind == "edit" and not draft.handles and not draft.changed and draft.file is None:
-            self._start_afresh(draft)
-        draft.promises += 1  # nobody may end it between our steps
-        try:
-            self._arrived(thread)
-            await self._saves.truncate(draft, size)
-            if draft.kind != "new" or not draft.handles:
-                await self._saves.publish(draft, path_call=True)
-        finally:
-            draft.promises -= 1
-            self._saves.end_if_unused(draft)
-
-    def _set_metadata(self, inode: Inode, wanted: pyfuse3.EntryAttributes, fields: pyfuse3.SetattrFields) -> None:
-        if isinstance(inode, Draft):
-            name = inode.name
-            if inode.changed or name is None or name.version is None or inode.file is not None:
-                self._set_on_draft(inode, wanted, fields)
-                return
-            inode = name.version  # nothing to publish: it applies at once, as on any file system
-        if isinstance(inode, Version):
-            with self._path_descriptor(inode) as descriptor:
-                self._apply(f"/proc/self/fd/{descriptor}", wanted, fields)
-                inode.update(os.fstat(descriptor))
-            for draft in list(inode.name.drafts):
-                self._set_on_draft(draft, wanted, fields)
-                if draft.base is inode:
-                    draft.began = inode.identity
-            return
-        if isinstance(inode, LiveFile):
-            descriptor = self._context.root.open_file(inode.name.path(), os.O_PATH)
-        elif isinstance(inode, Directory):
-            descriptor = self._context.root.open_directory(inode.path())
-        else:
-            assert isinstance(inode, Link)
-            self._set_on_link(inode, wanted, fields)
-            return
-        try:
-            self._apply(f"/proc/self/fd/{descriptor}", wanted, fields)
-        finally:
-            os.close(descriptor)
-
-    @contextmanager
-    def _path_descriptor(self, version: Version) -> Iterator[int]:
-        """A descriptor that stands for exactly this version, with or without the right to read it."""
-        if version.descriptor is not None and not version.is_current:
-            yield version.descriptor
-            return
-        descriptor = self._context.root.open_file(version.name.path(), os.O_PATH)
-        try:
-            if not version.identity.unchanged(FileIdentity.from_stat(os.fstat(descriptor))):
-                raise LookAgainError("changed outside")
-            yield descriptor
-        finally:
-            os.close(descriptor)
-
-    @staticmethod
-    def _apply(path: str, wanted: pyfuse3.EntryAttributes, fields: pyfuse3.SetattrFields) -> None:
-        """chown before chmod: a change of owner clears the setuid bits that the mode may ask for."""
-        if fields.update_uid or fields.update_gid:
-            os.chown(path, wanted.st_uid if fields.update_uid else -1, wanted.st_gid if fields.update_gid else -1)
-        if fields.update_mode:
-            os.chmod(path, stat.S_IMODE(wanted.st_mode))
-        if fields.update_atime or fields.update_mtime:
-            now = os.stat(path)
-            os.utime(
-                path,
-                ns=(
-                    wanted.st_atime_ns if fields.update_atime else now.st_atime_ns,
-                    wanted.st_mtime_ns if fields.update_mtime else now.st_mtime_ns,
-                ),
-            )
-
-    def _set_on_draft(self, draft: Draft, wanted: pyfuse3.EntryAttributes, fields: pyfuse3.SetattrFields) -> None:
-        """Owner and mode are remembered and given at the publish; times go onto the staging file at once."""
-        draft.touched = True
-        if fields.update_mode:
-            draft.mode = stat.S_IMODE(wanted.st_mode)
-        if fields.update_uid:
-            draft.uid = wanted.st_uid
-        if fields.update_gid:
-            draft.gid = wanted.st_gid
-        if (fields.update_atime or fields.update_mtime) and draft.file is not None:
-            now = os.fstat(draft.file.fd)
-            os.utime(
-                draft.file.fd,
-                ns=(
-                    wanted.st_atime_ns if fields.update_atime else now.st_atime_ns,
-                    wanted.st_mtime_ns if fields.update_mtime else now.st_mtime_ns,
-                ),
-            )
-            draft.times_set = True
-
-    def _set_on_link(self, link: Link, wanted: pyfuse3.EntryAttributes, fields: pyfuse3.SetattrFields) -> None:
-        with self._context.root.parent(link.path()) as (directory, last):
-            if fields.update_uid or fields.update_gid:
-                os.chown(
-                    last,
-                    wanted.st_uid if fields.update_uid else -1,
-                    wanted.st_gid if fields.update_gid else -1,
-                    dir_fd=directory,
-                    follow_symlinks=False,
-                )
-            if fields.update_mode:
-                raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
-            if fields.update_atime or fields.update_mtime:
-                now = os.stat(last, dir_fd=directory, follow_symlinks=False)
-                os.utime(
-                    last,
-                    ns=(
-                        wanted.st_atime_ns if fields.update_atime else now.st_atime_ns,
-                        wanted.st_mtime_ns if fields.update_mtime else now.st_mtime_ns,
-                    ),
-                    dir_fd=directory,
-                    follow_symlinks=False,
-                )
-
-    # --- extended attributes --------------------------------------------------------------------------------------
-
-    @staticmethod
-    def _passes(name: bytes) -> bool:
-        """True for the attributes that a vault has: `user.*` but our own, and the POSIX ACL."""
-        return (name.startswith(b"user.") and not name.startswith(_OUR_XATTRS)) or name in _ACL_XATTRS
-
-    @contextmanager
-    def _xattr_path(self, inode: Inode, *, change: bool) -> Iterator[str]:
-        if isinstance(inode, Draft):
-            name = inode.name
-            if inode.file is not None:
-                yield f"/proc/self/fd/{inode.file.fd}"
-                return
-            if name is not None and name.version is not None:
-                inode = name.version
-            elif inode.base is not None:
-                inode = inode.base
-            else:
-                raise OSError(errno.ENODATA, os.strerror(errno.ENODATA))
-        if isinstance(inode, Version):
-            with self._path_descriptor(inode) as descriptor:
-                yield f"/proc/self/fd/{descriptor}"
-                if change:
-                    inode.update(os.fstat(descriptor))
-                    for draft in inode.name.drafts:
-                        if draft.base is inode:
-                            draft.began = inode.identity
-            return
-        if isinstance(inode, LiveFile):
-            descriptor = self._context.root.open_file(inode.name.path(), os.O_PATH)
-        elif isinstance(inode, Directory):
-            descriptor = self._context.root.open_directory(inode.path())
-        else:
-            raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
-        try:
-            yield f"/proc/self/fd/{descriptor}"
-        finally:
-            os.close(descriptor)
-
-    def get_xattr(self, inode: Inode, name: bytes) -> bytes:
-        if not self._passes(name):
-            # ENODATA for what programs ask of every file (capabilities, labels): there is none. EOPNOTSUPP would
-            # tell them that the file system has no attributes at all.
-            number = errno.ENODATA if name.startswith((b"security.", b"user.")) else errno.EOPNOTSUPP
-            raise OSError(number, os.strerror(number))
-        below = self._version_below(inode)
-        if below is not None and os.fsdecode(name) not in self._own_attributes(inode):
-            inode = below
-        with self._xattr_path(inode, change=False) as path:
-            return os.getxattr(path, name)
-
-    def list_xattrs(self, inode: Inode) -> list[bytes]:
-        if isinstance(inode, Link):
-            return []
-        with self._xattr_path(inode, change=False) as path:
-            names = os.listxattr(path)
-        below = self._version_below(inode)
-        if below is not None:
-            own = self._own_attributes(inode)
-            with self._xattr_path(below, change=False) as path:
-                names = [
-                    *(name for name in names if name in own),
-                    *(one for one in os.listxattr(path) if one not in own),
-                ]
-        return [encoded for name in names if self._passes(encoded := os.fsencode(name))]
-
-    @staticmethod
-    def _version_below(inode: Inode) -> Version | None:
-        """The version whose attributes a draft will take over when it is published."""
-        if isinstance(inode, Draft) and inode.file is not None and inode.name is not None:
-            return inode.name.version
-        return None
-
-    @staticmethod
-    def _own_attributes(inode: Inode) -> set[str]:
-        return inode.own_attributes if isinstance(inode, Draft) else set()
-
-    def set_xattr(self, inode: Inode, name: bytes, value: bytes) -> None:
-        self._assert_xattr_may_change(name)
-        for path in self._xattr_targets(inode):
-            os.setxattr(path, name, value)
-        self._note_attribute(inode, name)
-
-    def remove_xattr(self, inode: Inode, name: bytes) -> None:
-        self._assert_xattr_may_change(name)
-        below = self._version_below(inode)
-        for path in self._xattr_targets(inode):
-            try:
-                os.removexattr(path, name)
-            except OSError as error:
-                # A draft has none of its own but will take its version's over: noted, so that it does not.
-                if error.errno != errno.ENODATA or below is None or os.fsdecode(name) in self._own_attributes(inode):
-                    raise
-                self.get_xattr(below, name)
-        self._note_attribute(inode, name)
-
-    @staticmethod
-    def _note_attribute(inode: Inode, name: bytes) -> None:
-        """What the program itself set on a draft is published with it; an ACL says what the mode is, too."""
-        drafts = [inode] if isinstance(inode, Draft) else []
-        if isinstance(inode, Version):
-            drafts = list(inode.name.drafts)
-        for draft in drafts:
-            if draft.file is not None:
-                draft.own_attributes.add(os.fsdecode(name))
-                if name == _ACL_XATTRS[0]:
-                    draft.mode = stat.S_IMODE(os.fstat(draft.file.fd).st_mode)
-
-    def _assert_xattr_may_change(self, name: bytes) -> None:
-        if self._context.options.ro:
-            raise OSError(errno.EROFS, os.strerror(errno.EROFS))
-        self._context.assert_writable()
-        if not self._passes(name):
-            number = errno.EPERM if name.startswith(_OUR_XATTRS) else errno.EOPNOTSUPP
-            raise OSError(number, os.strerror(number))
-
-    def _xattr_targets(self, inode: Inode) -> Iterator[str]:
-        """The places where an attribute is changed: set by path, on the version and on all drafts of its name."""
-        if isinstance(inode, Draft):
-            inode.touched = True
-        with self._xattr_path(inode, change=True) as path:
-            yield path
-        if isinstance(inode, Version):
-            for draft in list(inode.name.drafts):
-                if draft.file is not None:
-                    yield f"/proc/self/fd/{draft.file.fd}"
+    def handle(self, number: int | None) -> Handle | None:
+        """The open handle with this number."""
+        return self._handles.get(number) if number is not None else None
 
     # --- for status and the end ---------------------------------------------------------------------------------
 

@@ -25,11 +25,14 @@ import pyfuse3
 from pyfuse3 import FUSEError
 
 from vaultfs.errors import LookAgainError, ReservedNameError, VaultError, errno_of, printable
+from vaultfs.mount.attribute_changes import AttributeChanges
 from vaultfs.mount.context import MountContext, in_thread
 from vaultfs.mount.files import Files
 from vaultfs.mount.hints import Hints
 from vaultfs.mount.inodes import GHOST_NUMBER, Directory, Link
+from vaultfs.mount.renames import Renames
 from vaultfs.mount.tree import DirectoryListing, Tree
+from vaultfs.mount.xattrs import ExtendedAttributes
 
 __all__ = ["HANDLERS", "Operations", "guarded"]
 
@@ -98,11 +101,22 @@ class Operations(pyfuse3.Operations):
     enable_acl = False
     supports_dot_lookup = False
 
-    def __init__(self, context: MountContext, tree: Tree, files: Files) -> None:
+    def __init__(
+        self,
+        context: MountContext,
+        tree: Tree,
+        renames: Renames,
+        files: Files,
+        changes: AttributeChanges,
+        xattrs: ExtendedAttributes,
+    ) -> None:
         super().__init__()
         self._context = context
         self._tree = tree
+        self._renames = renames
         self._files = files
+        self._changes = changes
+        self._xattrs = xattrs
         self._inodes = context.inodes
         self._hints = Hints(context)
         self._listings: dict[int, DirectoryListing] = {}
@@ -185,7 +199,7 @@ class Operations(pyfuse3.Operations):
         ctx: pyfuse3.RequestContext,
     ) -> None:
         self._begin_change(ctx.pid)
-        await self._tree.rename(
+        await self._renames.rename(
             self._directory(parent_inode_old), name_old, self._directory(parent_inode_new), name_new, flags, ctx.pid
         )
 
@@ -279,23 +293,23 @@ class Operations(pyfuse3.Operations):
     ) -> pyfuse3.EntryAttributes:
         if self._hints.is_companion(ctx.pid):  # a chmod to the same mode: only watchers shall hear of it
             return await self.getattr(inode, ctx)
-        return await self._files.set_attributes(self._inodes[inode], attr, fields, fh, ctx.pid)
+        return await self._changes.set_attributes(self._inodes[inode], attr, fields, fh, ctx.pid)
 
     @guarded
     async def getxattr(self, inode: int, name: bytes, ctx: pyfuse3.RequestContext) -> bytes:
-        return self._files.get_xattr(self._inodes[inode], name)
+        return self._xattrs.get_xattr(self._inodes[inode], name)
 
     @guarded
     async def setxattr(self, inode: int, name: bytes, value: bytes, ctx: pyfuse3.RequestContext) -> None:
-        self._files.set_xattr(self._inodes[inode], name, value)
+        self._xattrs.set_xattr(self._inodes[inode], name, value)
 
     @guarded
     async def listxattr(self, inode: int, ctx: pyfuse3.RequestContext) -> Sequence[bytes]:
-        return self._files.list_xattrs(self._inodes[inode])
+        return self._xattrs.list_xattrs(self._inodes[inode])
 
     @guarded
     async def removexattr(self, inode: int, name: bytes, ctx: pyfuse3.RequestContext) -> None:
-        self._files.remove_xattr(self._inodes[inode], name)
+        self._xattrs.remove_xattr(self._inodes[inode], name)
 
     @guarded
     async def statfs(self, ctx: pyfuse3.RequestContext) -> pyfuse3.StatvfsData:

@@ -1,15 +1,7 @@
 """When a save is complete, how its draft is published, and what happens to one that cannot be.
 
-FLUSH arrives for every close of every duplicate of a descriptor, also when a child that inherited it exits; RELEASE
-arrives once, after `close()` has returned, and cannot report an error. So at the FLUSH of a handle whose draft has
-changed three questions are asked, in this order:
-
-1. *Is its opener done with it?* (`_opener_is_done`) The opener's descriptors that are open for writing on a draft of
-   the name are counted in /proc. When an opener lets go while a descendant still holds the descriptor, the
-   descendant becomes the opener. A process that cannot be looked into saves at RELEASE.
-2. *Is it dying of a signal?* Then it has not saved (`_was_cut_short`): the draft is kept, except where publishing
-   would hurt nothing.
-3. Otherwise `publish`, now; what goes wrong is the result of `close()`.
+At the FLUSH of a handle whose draft has changed it is asked whether its opener is done with it and has not been killed
+(`vaultfs.mount.completeness`); then it is published, now, and what goes wrong is the result of `close()`.
 
 RELEASE of the last handle is the net under it all. A draft that could not be published stays with its name, marked
 `refused`, and is tried again (`retry_refused`) until it is in or the name has changed; then it is kept on disk and
@@ -33,8 +25,6 @@ import time
 from contextlib import ExitStack
 from functools import partial
 
-import trio
-
 from vaultfs.drafts import DraftFile, DraftState, Writer
 from vaultfs.errors import (
     ConflictError,
@@ -49,6 +39,7 @@ from vaultfs.identity import FileIdentity
 from vaultfs.kernel import ficlone
 from vaultfs.metadata import Metadata
 from vaultfs.mount import procs
+from vaultfs.mount.completeness import Completeness
 from vaultfs.mount.context import MountContext, in_thread
 from vaultfs.mount.inodes import Draft, Handle, Name, Opener, Version
 from vaultfs.publish import (
@@ -68,8 +59,6 @@ log = logging.getLogger(__name__)
 
 INLINE_COPY = 1 << 18  # bytes; longer contents are copied in a thread
 SYNC_ATTEMPTS = 3  # how often a draft that is being written to meanwhile is synced before the lock is taken
-LONG_OUTPUT = 2.0  # seconds after which an output that was stopped is worth more than what it replaces
-STOP_REQUESTS = frozenset({signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGPIPE})
 FSYNC_SPACING = 20.0  # a repeated fsync publishes after so many durations of the last copy
 IDLE_SPACING = 50.0  # an idle draft is published at most once in so many durations of the last copy
 
@@ -79,6 +68,7 @@ class Saves:
 
     def __init__(self, context: MountContext) -> None:
         self._context = context
+        self._completeness = Completeness(context)
         self.can_reflink = _can_reflink(context)
 
     # --- which draft ----------------------------------------------------------------------------------------
@@ -214,94 +204,13 @@ class Saves:
         """A descriptor of `handle` was closed (FLUSH). Raises what `close()` shall report."""
         if not draft.changed:
             return
-        done = await self._opener_is_done(handle, draft)
+        done = await self._completeness.opener_is_done(handle, draft)
         if not done:
             return
         handle.let_go = True
-        if self._was_cut_short(draft):
+        if self._completeness.was_cut_short(draft):
             return
         await self.publish(draft)
-
-    async def _opener_is_done(self, handle: Handle, draft: Draft) -> bool:
-        """Question 1, and the noting of question 2's signal; hands the handle on to a descendant that holds it."""
-        opener = handle.opener
-        if opener is None or procs.start_time(opener.pid) != opener.start_time:
-            return False  # gone or unknown: RELEASE publishes
-        siblings = draft.name.drafts if draft.name is not None else {draft}
-        numbers = frozenset().union(*(one.sent_numbers for one in siblings))
-        device = self._context.device
-        descriptors = procs.write_descriptors(opener.pid, device, numbers)
-        if descriptors is None:
-            return False
-        if descriptors:
-            expected = self._open_handles(siblings, opener.pid, opener.start_time)
-            if len(descriptors) >= expected:
-                distinct = procs.distinct_open_files(opener.pid, descriptors)
-                if (len(descriptors) if distinct is None else distinct) >= expected:
-                    return False
-        death = procs.death_signal(opener.pid)
-        if death:
-            draft.interrupted = (death, draft.writes)
-        heir = await self._heir(siblings, opener.pid, numbers)
-        if heir is not None:
-            handle.opener = heir
-            return False
-        return True
-
-    @staticmethod
-    def _open_handles(drafts: set[Draft], pid: int, start_time: int) -> int:
-        return sum(
-            1
-            for draft in drafts
-            for handle in draft.handles
-            if not handle.let_go
-            and handle.opener is not None
-            and handle.opener.pid == pid
-            and handle.opener.start_time == start_time
-        )
-
-    async def _heir(self, drafts: set[Draft], pid: int, numbers: frozenset[int]) -> Opener | None:
-        """A descendant of `pid` that still holds the descriptor which `pid` let go of."""
-        for attempt in range(4):
-            passing = False
-            for child in procs.descendants(pid):
-                descriptors = procs.write_descriptors(child, self._context.device, numbers)
-                if not descriptors:
-                    continue
-                start = procs.start_time(child)
-                own = self._open_handles(drafts, child, start)
-                distinct = procs.distinct_open_files(child, descriptors) if own else 1
-                if own and (len(descriptors) if distinct is None else distinct) <= own:
-                    continue
-                if attempt < 3 and all(procs.closes_on_exec(child, number) for number in descriptors):
-                    # Between fork and exec a child holds everything for a moment: that is no inheritance.
-                    passing = True
-                    continue
-                return Opener(child, start, procs.program(child))
-            if not passing:
-                return None
-            await trio.sleep(0.002 * (attempt + 1))
-        return None
-
-    def _was_cut_short(self, draft: Draft) -> bool:
-        """Question 2: True if the last writer was killed and publishing what it left could hurt."""
-        if draft.interrupted is None:
-            return False
-        death, writes = draft.interrupted
-        if writes != draft.writes:
-            draft.interrupted = None  # somebody else went on writing, and ended well
-            return False
-        if draft.kind == "edit" and draft.append_from is not None:
-            return False
-        asked_to_stop = death in STOP_REQUESTS or draft.opened_by_dying
-        had_no_content = draft.kind == "new" or (draft.began is not None and draft.began.size == 0)
-        if had_no_content and asked_to_stop:
-            return False
-        age = time.monotonic() - draft.created
-        if draft.kind == "replacement" and asked_to_stop and draft.front_to_back and age > LONG_OUTPUT:
-            return False
-        idle = self._context.options.idle_publish
-        return not (draft.kind == "edit" and idle and time.monotonic() - draft.last_write > idle)
 
     async def release(self, handle: Handle, draft: Draft) -> None:
         """The last reference to `handle` is gone (RELEASE): the net under whatever FLUSH did not publish."""
@@ -309,7 +218,7 @@ class Saves:
         if draft.handles:
             return
         if draft.name is not None and draft.changed and draft.refused is None:
-            if self._was_cut_short(draft):
+            if self._completeness.was_cut_short(draft):
                 death = draft.interrupted[0] if draft.interrupted is not None else 0
                 self.keep(draft, f"its writer was ended by {signal.Signals(death).name} before it had saved")
             else:
@@ -710,7 +619,7 @@ class Saves:
                 self._context.inodes.end_draft(draft)
                 continue
             complete = all(handle.let_go for handle in draft.handles) or self._openers_gone(draft)
-            if complete and not self._was_cut_short(draft):
+            if complete and not self._completeness.was_cut_short(draft):
                 try:
                     await self.publish(draft)
                 except Exception as error:

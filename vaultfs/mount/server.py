@@ -38,16 +38,21 @@ from vaultfs.kernel import AT_FDCWD, AT_NO_AUTOMOUNT, AT_STATX_DONT_SYNC, statx
 from vaultfs.locks import Fence, PathLocks
 from vaultfs.mount import remarks
 from vaultfs.mount.announce import Announcer
+from vaultfs.mount.attribute_changes import AttributeChanges
 from vaultfs.mount.context import MountContext
 from vaultfs.mount.files import Files
-from vaultfs.mount.inodes import InodeTable, Name
+from vaultfs.mount.inode_table import InodeTable
+from vaultfs.mount.inodes import Name
 from vaultfs.mount.names import NamePolicy
 from vaultfs.mount.operations import Operations
+from vaultfs.mount.outside import OutsideChanges
 from vaultfs.mount.redirect import Redirects
+from vaultfs.mount.renames import Renames
 from vaultfs.mount.saves import Saves
 from vaultfs.mount.status import HeldLockInfo, KeptDraftInfo, MountStatus, OpenDraft
 from vaultfs.mount.tree import Tree
 from vaultfs.mount.watch import Invalidator, OutsideWatch
+from vaultfs.mount.xattrs import ExtendedAttributes
 from vaultfs.root import VaultRoot
 from vaultfs.state import STATE_NAME, StateDirectory
 
@@ -141,7 +146,15 @@ class Mount:
         self.saves = Saves(self.context)
         self.tree = Tree(self.context, self.saves)
         self.files = Files(self.context, self.saves, self.tree)
-        self.operations = Operations(self.context, self.tree, self.files)
+        self.outside = OutsideChanges(self.context)
+        self.operations = Operations(
+            self.context,
+            self.tree,
+            Renames(self.context, self.saves, self.tree),
+            self.files,
+            AttributeChanges(self.context, self.saves, self.tree, self.files),
+            ExtendedAttributes(self.context),
+        )
         self._signals = 0
 
     # --- from mounting to unmounting --------------------------------------------------------------------------
@@ -181,7 +194,7 @@ class Mount:
         context, options = self.context, self._options
         self._token = trio.lowlevel.current_trio_token()
         self._stop_requested = trio.Event()
-        watch = OutsideWatch(self.tree.changed_outside, self.tree.lost_count)
+        watch = OutsideWatch(self.outside.changed, self.outside.lost_count)
         invalidator = Invalidator()
         try:
             async with trio.open_nursery() as nursery:

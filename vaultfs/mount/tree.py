@@ -25,26 +25,21 @@ from contextlib import suppress
 from functools import partial
 
 import pyfuse3
-import trio
 
 from vaultfs.errors import (
     LockBusyError,
     LookAgainError,
     ProtectedMemberError,
     ReservedNameError,
-    VaultError,
 )
 from vaultfs.identity import FileIdentity
 from vaultfs.locks import is_lock_directory
-from vaultfs.locks.below import lock_below
 from vaultfs.mount.attributes import KEPT_BRIEFLY, KEPT_LONG, entry_attributes
 from vaultfs.mount.context import MountContext
 from vaultfs.mount.inodes import Directory, Draft, Inode, Link, LiveFile, Name, Version
 from vaultfs.mount.saves import Saves
 
 __all__ = ["DirectoryListing", "Tree"]
-
-LOCK_BELOW_PAUSE = 0.05  # seconds between looks for locks below a directory that is to be renamed
 
 
 def _absent(path: bytes) -> FileNotFoundError:
@@ -436,12 +431,12 @@ class Tree:
             context.root.unlink(path, missing_ok=name.shown_draft is not None)
         if name.claim is not None:
             context.drafts.unclaim(path)
-        self._unname_drafts(name)
+        self.unname_drafts(name)
         context.inodes.vanished(name)
         name.linked = False
         name.detach()
 
-    def _unname_drafts(self, name: Name) -> None:
+    def unname_drafts(self, name: Name) -> None:
         """The name is gone: its drafts live on for those who have them open, and go with their last handle."""
         for draft in list(name.drafts):
             if draft.refused is not None and not draft.handles:
@@ -460,7 +455,7 @@ class Tree:
         self.assert_name_is_free(path)
         context.assert_writable()
         child = parent.children.get(name)
-        if isinstance(child, Directory) and self._has_unpublished(child):
+        if isinstance(child, Directory) and self.has_unpublished(child):
             raise OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY), path)
         status = context.root.stat(path)
         with context.changing():
@@ -476,7 +471,7 @@ class Tree:
         context.inodes.drop(parent, name)
 
     @staticmethod
-    def _has_unpublished(directory: Directory) -> bool:
+    def has_unpublished(directory: Directory) -> bool:
         return any(isinstance(one, Name) and one.shown_draft is not None for one in directory.children.values())
 
     def _only_machinery(self, path: bytes) -> bool:
@@ -497,345 +492,3 @@ class Tree:
                 if lock is None:
                     raise LockBusyError("a lock in the directory is held", path=file)
                 lock.release()  # having got it proves that nobody held it, and releasing it removes it
-
-    # --- renaming -----------------------------------------------------------------------------------------------
-
-    async def rename(
-        self, old_parent: Directory, old: bytes, new_parent: Directory, new: bytes, flags: int, thread: int
-    ) -> None:
-        context = self._context
-        if flags not in (0, pyfuse3.RENAME_NOREPLACE, pyfuse3.RENAME_EXCHANGE):
-            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
-        old_path, new_path = old_parent.path_of(old), new_parent.path_of(new)
-        for path in (old_path, new_path):
-            self.assert_name_is_free(path)
-        context.assert_writable()
-        source = old_parent.children.get(old)
-        if isinstance(source, Name) and source.shown_draft is not None:
-            await self._rename_file(old_parent, old, new_parent, new, flags, thread)
-            return
-        status = context.root.stat(old_path)
-        if stat.S_ISREG(status.st_mode):
-            await self._rename_file(old_parent, old, new_parent, new, flags, thread)
-        elif stat.S_ISDIR(status.st_mode):
-            await self._rename_directory(old_parent, old, new_parent, new, flags)
-            if new.endswith(b".lock"):
-                context.note_lock_made(new_path, self._saves.opener(thread))
-        else:
-            await self._rename_link(old_parent, old, new_parent, new, flags)
-
-    def _names_for_rename(
-        self, old_parent: Directory, old: bytes, new_parent: Directory, new: bytes, flags: int
-    ) -> tuple[Name, Name]:
-        """The two Names; what stands in the way of renaming a file raises the errno of rename(2)."""
-        source = self._context.inodes.name_at(old_parent, old)
-        there = new_parent.children.get(new)
-        if isinstance(there, Name):
-            return source, there
-        new_path = new_parent.path_of(new)
-        try:
-            status = self._context.root.stat(new_path)
-        except FileNotFoundError:
-            return source, self._context.inodes.name_at(new_parent, new)
-        if stat.S_ISDIR(status.st_mode) and not flags & pyfuse3.RENAME_EXCHANGE:
-            number = errno.EEXIST if flags & pyfuse3.RENAME_NOREPLACE else errno.EISDIR
-            raise OSError(number, os.strerror(number), new_path)
-        if flags & pyfuse3.RENAME_EXCHANGE and not stat.S_ISREG(status.st_mode):
-            raise OSError(errno.EINVAL, "only two files or two directories can be exchanged", new_path)
-        return source, self._context.inodes.name_at(new_parent, new)
-
-    async def _rename_file(
-        self, old_parent: Directory, old: bytes, new_parent: Directory, new: bytes, flags: int, thread: int
-    ) -> None:
-        context = self._context
-        source, target = self._names_for_rename(old_parent, old, new_parent, new, flags)
-        if source is target:
-            return
-        await self._publish_finished(source)
-        move = partial(self._move_file, old_parent, old, new_parent, new, flags)
-        if context.policy.is_protocol_file(old_parent.name, old):
-            move()
-        else:
-            saver = self._saves.opener(thread)
-            await context.while_locked(lambda: (old_parent.path_of(old), new_parent.path_of(new)), move, saver=saver)
-
-    def _move_file(self, old_parent: Directory, old: bytes, new_parent: Directory, new: bytes, flags: int) -> None:
-        """The rename itself; both path locks are held."""
-        source, target = self._names_for_rename(old_parent, old, new_parent, new, flags)
-        old_path, new_path = source.path(), target.path()
-        unpublished = source.shown_draft is not None
-        target_shown = target.shown_draft is not None
-        if flags & pyfuse3.RENAME_NOREPLACE and target_shown:
-            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), new_path)
-        if flags & pyfuse3.RENAME_EXCHANGE and (target_shown or unpublished):
-            raise OSError(errno.EINVAL, "a file that was never published cannot be exchanged", new_path)
-        if unpublished:
-            self._move_unpublished(source, target, old_path, new_path, flags)
-        elif flags & pyfuse3.RENAME_EXCHANGE:
-            self._exchange_files(source, target, old_path, new_path)
-        else:
-            self._move_published(source, target, old_path, new_path, flags)
-
-    async def _publish_finished(self, name: Name) -> None:
-        """A draft that is finished but not in yet is published before its name moves."""
-        for draft in list(name.drafts):
-            if draft.changed and draft.name is name and all(handle.let_go for handle in draft.handles):
-                if not draft.handles and draft.refused is None:
-                    continue  # promised to somebody who has not opened it yet
-                await self._saves.publish(draft, path_call=True)
-                self._saves.end_if_unused(draft)
-
-    def _move_published(self, source: Name, target: Name, old_path: bytes, new_path: bytes, flags: int) -> None:
-        context = self._context
-        if target.version is not None:
-            target.version.hold(context.root)
-        context.root.rename(old_path, new_path, flags)
-        drafts = self._leave(target, new_path)
-        self._place(source, target.parent, target.name)
-        self._take_over(source, drafts)
-        self._refresh(source, new_path)
-        self._retarget(source, new_path)
-
-    def _move_unpublished(self, source: Name, target: Name, old_path: bytes, new_path: bytes, flags: int) -> None:
-        """The draft of a name that was never published moves along; what it is renamed over stays in the vault,
-        and stays visible under the name, until the draft is published.
-        """
-        context = self._context
-        claim = source.claim
-        occupied = context.root.exists(new_path)
-        if occupied and flags & pyfuse3.RENAME_NOREPLACE:
-            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), new_path)
-        if claim is not None:
-            if occupied:
-                context.root.unlink(old_path, missing_ok=True)
-                context.drafts.unclaim(old_path)
-                source.claim = None
-            else:
-                context.root.rename(old_path, new_path, pyfuse3.RENAME_NOREPLACE)
-                context.drafts.unclaim(old_path)
-                source.claim = FileIdentity.from_stat(context.root.stat(new_path))
-                for draft in source.drafts:
-                    context.drafts.claim(new_path, source.claim, self._saves.writer(draft.writer, draft.uid or 0))
-        if not occupied:
-            drafts = self._leave(target, new_path)
-            self._place(source, target.parent, target.name)
-            self._take_over(source, drafts)
-            self._retarget(source, new_path)
-            return
-        began = target.version.identity if target.version is not None else None
-        if target.version is None and target.live is None:
-            began = context.inodes.current_version(target, context.root.stat(new_path)).identity
-        for draft in list(source.drafts):
-            source.drafts.discard(draft)
-            draft.name = target
-            if draft.kind == "new":
-                draft.kind = "replacement"
-                draft.began = began
-            target.drafts.add(draft)
-        source.edit = None
-        source.linked = False
-        source.detach()
-        self._retarget(target, new_path)
-
-    def _exchange_files(self, source: Name, target: Name, old_path: bytes, new_path: bytes) -> None:
-        context = self._context
-        for name in (source, target):
-            if name.version is not None:
-                name.version.hold(context.root)
-        context.root.rename(old_path, new_path, pyfuse3.RENAME_EXCHANGE)
-        source_parent, source_name = source.parent, source.name
-        target_parent, target_name = target.parent, target.name
-        source.detach()
-        target.detach()
-        self._place(source, target_parent, target_name)
-        self._place(target, source_parent, source_name)
-        for name, path in ((source, new_path), (target, old_path)):
-            self._refresh(name, path)
-            self._retarget(name, path)
-
-    def _leave(self, target: Name, path: bytes) -> list[Draft]:
-        """`target` loses its place to a file renamed over it; returns the drafts that stay with the place."""
-        drafts = list(target.drafts)
-        for draft in drafts:
-            target.drafts.discard(draft)
-        target.edit = None
-        if target.claim is not None:
-            self._context.drafts.unclaim(path)
-        self._context.inodes.vanished(target)
-        target.linked = False
-        target.detach()
-        return drafts
-
-    @staticmethod
-    def _place(name: Name, parent: Directory, last: bytes) -> None:
-        name.detach()
-        name.parent, name.name = parent, last
-        parent.children[last] = name
-
-    @staticmethod
-    def _take_over(name: Name, drafts: list[Draft]) -> None:
-        """Drafts of a file that was renamed over belong to the place: an edit conflicts, a replacement goes on."""
-        for draft in drafts:
-            draft.name = name
-            name.drafts.add(draft)
-
-    def _refresh(self, name: Name, path: bytes) -> None:
-        """A rename changes the ctime and nothing else: take it over, so that it is not taken for an outside change."""
-        status = self._context.root.stat(path)
-        identity = FileIdentity.from_stat(status)
-        version = name.version
-        if version is not None:
-            if version.identity.unchanged_but_renamed(identity):
-                was = version.identity
-                version.update(status)
-                for draft in name.drafts:
-                    if draft.began is not None and draft.began.same_object(was):
-                        draft.began = version.identity
-            elif stat.S_ISREG(status.st_mode):
-                self._context.inodes.current_version(name, status)
-
-    def _retarget(self, name: Name, path: bytes) -> None:
-        for draft in name.drafts:
-            if draft.file is not None:
-                draft.file.retarget(path)
-
-    async def _rename_link(
-        self, old_parent: Directory, old: bytes, new_parent: Directory, new: bytes, flags: int
-    ) -> None:
-        context = self._context
-        there = new_parent.children.get(new)
-        target = there if isinstance(there, Name) else None
-        new_path = new_parent.path_of(new)
-        if target is not None:
-            if target.shown_draft is not None and flags:
-                raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), new_path)
-            if target.version is not None:
-                target.version.hold(context.root)
-        await context.while_locked(
-            lambda: (new_parent.path_of(new),),
-            lambda: context.root.rename(old_parent.path_of(old), new_parent.path_of(new), flags),
-        )
-        if target is not None:
-            self._unname_drafts(target)
-        context.inodes.drop(old_parent, old)
-        context.inodes.drop(new_parent, new)
-
-    async def _rename_directory(
-        self, old_parent: Directory, old: bytes, new_parent: Directory, new: bytes, flags: int
-    ) -> None:
-        context = self._context
-        move = partial(self._move_directory, old_parent, old, new_parent, new, flags)
-        if context.policy.may_be_lock_directory(old) and is_lock_directory(context.root, old_parent.path_of(old)):
-            with context.changing():
-                move()
-        else:
-            deadline = trio.current_time() + context.options.lock_timeout
-            while (held := lock_below(context.root, context.locks, old_parent.path_of(old))) is not None:
-                if trio.current_time() > deadline:  # its owner could not find it again
-                    raise LockBusyError(f"a lock below it is held: {held.evidence}", path=held.lock_path)
-                await trio.sleep(LOCK_BELOW_PAUSE)
-            await context.while_locked(lambda: (old_parent.path_of(old), new_parent.path_of(new)), move)
-
-    def _move_directory(self, old_parent: Directory, old: bytes, new_parent: Directory, new: bytes, flags: int) -> None:
-        context = self._context
-        old_path, new_path = old_parent.path_of(old), new_parent.path_of(new)
-        source, target = old_parent.children.get(old), new_parent.children.get(new)
-        if isinstance(target, Name) and target.shown_draft is not None:
-            number = errno.EEXIST if flags & pyfuse3.RENAME_NOREPLACE else errno.ENOTDIR
-            raise OSError(number, os.strerror(number), new_path)
-        if isinstance(target, Directory) and not flags and self._has_unpublished(target):
-            raise OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY), new_path)
-        context.root.rename(old_path, new_path, flags)
-        if flags & pyfuse3.RENAME_EXCHANGE:
-            self._exchanged(old_parent, old, new_parent, new)
-        else:
-            context.inodes.drop(new_parent, new)
-            old_parent.children.pop(old, None)
-            if isinstance(source, Directory):
-                source.parent, source.name = new_parent, new
-                new_parent.children[new] = source
-        for draft in context.inodes.drafts():
-            if draft.file is not None and draft.name is not None:
-                try:
-                    draft.file.retarget(draft.name.path())
-                except LookAgainError:
-                    continue  # below a directory that is not reachable: its path cannot have changed by this rename
-
-    @staticmethod
-    def _exchanged(old_parent: Directory, old: bytes, new_parent: Directory, new: bytes) -> None:
-        first, second = old_parent.children.pop(old, None), new_parent.children.pop(new, None)
-        for child, parent, name in ((first, new_parent, new), (second, old_parent, old)):
-            if child is not None:
-                child.parent, child.name = parent, name
-                parent.children[name] = child
-
-    # --- outside changes ----------------------------------------------------------------------------------------
-
-    async def changed_outside(self, number: int, name: bytes, deleted: bool) -> None:
-        """Something happened to `name` in the vault directory with inode `number`: ourselves, or somebody else."""
-        context = self._context
-        try:
-            directory = context.inodes.directory(number)
-            path = directory.path_of(name) if name else b""
-        except (LookAgainError, NotADirectoryError, FileNotFoundError):
-            return  # forgotten or removed meanwhile: the kernel keeps nothing of it either
-        if context.invalidator is None or context.policy.is_machinery(path):
-            return
-        if not name:
-            if deleted:  # the directory itself went or moved: its watch tells nothing reliable any more
-                directory.watched = False
-            context.invalidator.inode(number, attr_only=True)
-            return
-        child = directory.children.get(name)
-        try:
-            status: os.stat_result | None = context.root.stat(path)
-        except (FileNotFoundError, NotADirectoryError):
-            status = None
-        except (OSError, VaultError):
-            context.invalidator.entry(number, name)
-            return
-        known: Inode | None = None
-        if isinstance(child, Name):
-            known = child.live or child.version
-            if status is None and child.shown_draft is not None:
-                return
-            if (
-                child.claim is not None
-                and status is not None
-                and child.claim.same_object(FileIdentity.from_stat(status))
-            ):
-                return
-            if isinstance(known, LiveFile):
-                if status is not None and known.identity == (status.st_dev, status.st_ino):
-                    return
-            elif isinstance(known, Version):
-                if status is not None and known.identity.unchanged(FileIdentity.from_stat(status)):
-                    return
-            elif status is None:
-                known = None
-        elif isinstance(child, Directory | Link):
-            known = child
-            if status is not None and child.identity == (status.st_dev, status.st_ino):
-                context.invalidator.inode(child.number, attr_only=True)
-                return
-        if status is None and known is not None:
-            announcer = context.announcer
-            told = partial(announcer.deleted, path) if announcer is not None else None
-            context.invalidator.entry(number, name, known.number, then=told)
-            context.inodes.drop(directory, name)
-        else:
-            announcer = context.announcer
-            then = None
-            if announcer is not None and status is not None and not context.policy.may_be_lock_directory(name):
-                then = partial(announcer.announce, path, stat.S_IMODE(status.st_mode))
-            context.invalidator.entry(number, name, then=then)
-        context.invalidator.inode(number, attr_only=True)
-
-    async def lost_count(self) -> None:
-        """Events were lost: tell the kernel to forget all names, and start watching anew."""
-        context = self._context
-        for inode in context.inodes:
-            if isinstance(inode, Directory) and context.invalidator is not None:
-                for name in list(inode.children):
-                    context.invalidator.entry(inode.number, name)
-                context.invalidator.inode(inode.number, attr_only=True)
