@@ -12,6 +12,7 @@ A SAVE IS ONE PUBLISH   what is written to a published file through an open desc
                         descriptor is closed. On the plain side the writes are held back until then.
 READERS KEEP VERSIONS   a descriptor opened for reading goes on reading what it opened.
 NO SPECIAL MEMBERS      link and mkfifo fail with EPERM.
+EXCHANGE OR EINVAL      two things of different kinds may be exchanged, or the mount says EINVAL and changes nothing.
 STAYING INSIDE          links that lead out of the vault cannot be made (EPERM).
 
 Everything is one process with one descriptor for writing on a file at a time; who wins when several write is the
@@ -29,6 +30,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -43,7 +45,7 @@ from tests.mount.conftest import PLAIN, SharedMount
 from tests.mount.harness import scaled
 from vaultfs import kernel
 
-EXAMPLES = 40
+EXAMPLES = 60
 STEPS = 30
 
 FILES = ["a", "b", "c.md", "d/a", "d/b", "d/e/a"]
@@ -104,6 +106,13 @@ class SideBySide(RuleBasedStateMachine):
 
     def special(self, name: str) -> bool:
         return (self.below / name).is_symlink()
+
+    def kind(self, name: str) -> int:
+        """The type bits of what stands at `name` (0: nothing)."""
+        try:
+            return stat.S_IFMT((self.below / name).lstat().st_mode)
+        except OSError:
+            return 0
 
     def published(self, name: str) -> bool:
         return name not in self.writers or self.writers[name].plain is None
@@ -240,11 +249,22 @@ class SideBySide(RuleBasedStateMachine):
     def rename(self, old: str, new: str, flags: int) -> None:
         if self.busy(new) or (self.busy(old) and old not in self.writers) or (flags and old in self.writers):
             return
-        answer = self.both(
-            lambda side: kernel.renameat2(
-                kernel.AT_FDCWD, os.fsencode(side / old), kernel.AT_FDCWD, os.fsencode(side / new), flags
-            )
-        )
+
+        def do(side: Path) -> None:
+            kernel.renameat2(kernel.AT_FDCWD, os.fsencode(side / old), kernel.AT_FDCWD, os.fsencode(side / new), flags)
+
+        if flags == kernel.RENAME_EXCHANGE and self.kind(old) != self.kind(new):  # EXCHANGE OR EINVAL
+            try:
+                do(self.above)
+            except OSError as error:
+                if error.errno == errno.EINVAL:
+                    return
+                with pytest.raises(OSError, match=rf"\[Errno {error.errno}\]"):
+                    do(self.below)
+            else:
+                do(self.below)
+            return
+        answer = self.both(do)
         if answer is None and old in self.writers and old != new:
             writer = self.writers.pop(old)
             writer.name = new
