@@ -25,7 +25,7 @@ REPOSITORY = Path(__file__).parents[2]
 MISBEHAVING = """
 import os, sys, types
 
-def serve(options, *, ready):
+def serve(options, *, ready, attend):
     import logging, time
     from vaultfs.errors import AlreadyServedError, HardLinkedError
     open(os.environ["SEEN"], "w").write(f"{os.getpid()}\\n{options.vault}\\n{options.mountpoint}\\n{options.log_file}")
@@ -41,7 +41,7 @@ def serve(options, *, ready):
     time.sleep(600)
 
 server = types.ModuleType("vaultfs.mount.server")
-server.serve = serve
+server.serve, server.Mount = serve, object
 sys.modules["vaultfs.mount.server"] = server
 import vaultfs.cli.preflight
 vaultfs.cli.preflight.check_machine = lambda options: None
@@ -155,6 +155,14 @@ def test_the_daemon_gets_absolute_paths_and_its_log_holds_what_happened(place: P
     assert "a line for the log" in text
     assert "somebody has it" in text
     assert os.stat(log).st_mode & 0o777 == 0o600
+
+
+@pytest.mark.parametrize(("how", "traced"), [("busy", False), ("bug", True)])
+def test_the_log_traces_faults_and_not_what_a_user_did(place: Place, how: str, traced: bool) -> None:
+    place.fails(how, "-o", "log-file=own.log")
+    text = (place.path / "own.log").read_text()
+    assert ("Traceback (most recent call last)" in text) is traced
+    assert "the mount did not come up: " in text
 
 
 def test_without_a_log_file_each_mountpoint_has_its_own_in_the_state_home(
