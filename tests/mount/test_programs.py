@@ -7,6 +7,7 @@ fixture looks for locks, drafts and staging files left behind: a program that en
 
 from __future__ import annotations
 
+import ctypes
 import fcntl
 import hashlib
 import mmap
@@ -518,6 +519,26 @@ def test_record_locks_among_processes_that_write_the_same_file(here: Path, name:
         os.close(end)
 
 
+class RawMapping:
+    """mmap(2) itself: Python's mmap duplicates the descriptor, so the file would never be closed before munmap."""
+
+    def __init__(self, fd: int, length: int) -> None:
+        self.memory = ctypes.memmove
+        self.libc = ctypes.CDLL(None, use_errno=True)
+        self.libc.mmap.restype = ctypes.c_void_p
+        self.libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+        self.libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+        self.length = length
+        self.address = self.libc.mmap(None, length, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED, fd, 0)
+        assert self.address not in (None, ctypes.c_void_p(-1).value), os.strerror(ctypes.get_errno())
+
+    def write(self, offset: int, data: bytes) -> None:
+        self.memory(self.address + offset, data, len(data))
+
+    def unmap(self) -> None:
+        assert self.libc.munmap(self.address, self.length) == 0
+
+
 @pytest.mark.parametrize("name", ["note.bin", "live.db"], ids=["document", "live"])
 @pytest.mark.parametrize("closed_first", [False, True], ids=["open", "closed-before-munmap"])
 def test_shared_writable_mapping(here: Path, vault_here: Path, name: str, closed_first: bool) -> None:
@@ -526,7 +547,7 @@ def test_shared_writable_mapping(here: Path, vault_here: Path, name: str, closed
     view = mmap.mmap(fd, 12_000)  # keeps a duplicate of the descriptor of its own
     raw = None
     if closed_first:
-        raw = _raw_mapping(fd, 12_000)
+        raw = RawMapping(fd, 12_000)
         view.close()
         os.close(fd)
         raw.write(6_000, b"NEW")
@@ -542,28 +563,6 @@ def test_shared_writable_mapping(here: Path, vault_here: Path, name: str, closed
         time.sleep(0.02)  # after munmap the kernel's last release may still be on its way
     assert (here / name).read_bytes() == expected
     assert (vault_here / name).read_bytes() == expected
-
-
-class _raw_mapping:
-    """mmap(2) itself: Python's mmap duplicates the descriptor, so the file would never be closed before munmap."""
-
-    def __init__(self, fd: int, length: int) -> None:
-        import ctypes
-
-        self.memory = ctypes.memmove
-        self.libc = ctypes.CDLL(None, use_errno=True)
-        self.libc.mmap.restype = ctypes.c_void_p
-        self.libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
-        self.libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
-        self.length = length
-        self.address = self.libc.mmap(None, length, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED, fd, 0)
-        assert self.address not in (None, ctypes.c_void_p(-1).value), os.strerror(ctypes.get_errno())
-
-    def write(self, offset: int, data: bytes) -> None:
-        self.memory(self.address + offset, data, len(data))
-
-    def unmap(self) -> None:
-        assert self.libc.munmap(self.address, self.length) == 0
 
 
 def test_a_mapped_reader_keeps_the_version_it_mapped(here: Path) -> None:
