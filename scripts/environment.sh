@@ -58,7 +58,7 @@ missing_test_packages() {
     local pair
     for pair in mkfs.ext4:e2fsprogs mkfs.xfs:xfsprogs mkfs.btrfs:btrfs-progs losetup:mount flock:util-linux \
         strace:strace setfacl:acl getfattr:attr vim:vim nano:nano rsync:rsync sqlite3:sqlite3 tar:tar sed:sed \
-        pgrep:procps fuser:psmisc sudo:sudo node:nodejs npm:npm; do
+        pgrep:procps fuser:psmisc sudo:sudo node:nodejs npm:npm perl:perl make:make rg:ripgrep shellcheck:shellcheck; do
         command -v "${pair%%:*}" >/dev/null || say "${pair##*:}"
     done
 }

@@ -475,6 +475,7 @@ class PathLocks:
                 self._let_go(standing)
             except OSError as error:
                 failure = error
+        self._collect_strays()
         if failure is not None:
             raise failure
 

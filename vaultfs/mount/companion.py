@@ -57,7 +57,11 @@ __all__ = ["Companion", "abort", "bury", "kernel_device", "look", "touch", "watc
 
 LOOK_INTERVAL = 0.5  # seconds between two looks for watchers, at least
 LOOK_SHARE = 20  # and this many times what the last look took
-BATCH_PAUSE = 0.01  # seconds: the first announcement goes out at once, those that follow it closely go together
+# Seconds from a publish to its announcement. Not at once: the kernel has just told watchers of the write to the draft,
+# and chokidar drops what follows within 50 ms on the same path, for good. While saves of one path come closely one
+# after the other, it is told of at the latest after ANNOUNCE_LIMIT.
+ANNOUNCE_AFTER = 0.08
+ANNOUNCE_LIMIT = 0.5
 DYING_LIMIT = 1.0  # seconds that the daemon's threads have to follow its main thread
 
 _GONE = -1
@@ -210,16 +214,19 @@ class Companion:
         self._shared = shared
         self._secret = secret
         self._changed = threading.Condition()
-        self._pending: dict[bytes, int] = {}  # path: mode, or _GONE
+        self._pending: dict[bytes, tuple[int, float, float]] = {}  # path: mode or _GONE, when asked for first, when due
         self._next_look = 0.0
         self._somebody = False
 
     def add(self, messages: list[bytes]) -> None:
         """Take announcements as they come from the pipe, without their NUL."""
         with self._changed:
+            now = time.monotonic()
             for message in messages:
                 mode, _, path = message.partition(b" ")
-                self._pending[path] = _GONE if mode == b"gone" else int(mode, 8)
+                asked = self._pending[path][1] if path in self._pending else now
+                due = min(now + ANNOUNCE_AFTER, asked + ANNOUNCE_LIMIT)
+                self._pending[path] = (_GONE if mode == b"gone" else int(mode, 8), asked, due)
             self._changed.notify()
 
     def tell(self) -> None:
@@ -227,10 +234,15 @@ class Companion:
         with self._changed:
             while not self._pending:
                 self._changed.wait()
-        if not self._somebody:  # what is pending waits for a look that begins after it was made
-            time.sleep(max(0.0, self._next_look - time.monotonic()))
+            due = min(due for _, _, due in self._pending.values())
+        if not self._somebody:
+            due = max(due, self._next_look)  # without a watcher: for a look that begins after it was made
+        time.sleep(max(0.0, due - time.monotonic()))
         with self._changed:
-            batch, self._pending = self._pending, {}
+            now = time.monotonic()
+            batch = {path: mode for path, (mode, _, due) in self._pending.items() if due <= now}
+            for path in batch:
+                del self._pending[path]
         if time.monotonic() >= self._next_look:
             began = time.monotonic()
             self._somebody = watched(self._dev, self._shared)
@@ -242,7 +254,6 @@ class Companion:
                     bury(self._mountpoint, self._dev, path, self._secret)
                 else:
                     touch(self._mountpoint, self._dev, path, mode)
-            time.sleep(BATCH_PAUSE)
 
     def listen(self, died: int) -> None:
         """The second thread: takes announcements from the pipe and keeps guard; ends the process with the pipe.

@@ -42,6 +42,8 @@ if TYPE_CHECKING:
 
 __all__ = ["MountContext", "in_thread"]
 
+COUNTERS = ("saves", "conflicts", "busy", "errors", "kept", "displaced", "copies", "redirects")
+
 log = logging.getLogger(__name__)
 
 _Arguments = TypeVarTuple("_Arguments")
@@ -90,7 +92,7 @@ class MountContext:
         self.redirects = redirects
         self.policy = policy
         self.fence = fence
-        self.counters: collections.Counter[str] = collections.Counter()
+        self.counters: collections.Counter[str] = collections.Counter(dict.fromkeys(COUNTERS, 0))
         self.device = 0  # st_dev of the mount itself, known once it is mounted
         self.announcer: Announcer | None = None
         self.invalidator: Invalidator | None = None

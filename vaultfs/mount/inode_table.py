@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 
 from vaultfs.errors import LookAgainError
 from vaultfs.identity import FileIdentity
+from vaultfs.kernel import AT_NO_AUTOMOUNT, AT_SYMLINK_NOFOLLOW, statx
 from vaultfs.mount.inodes import (
     FIRST_PRIVATE_NUMBER,
     GHOST_NUMBER,
@@ -124,7 +125,8 @@ class InodeTable:
         """The Directory for what `status` says stands at `name`.
 
         A directory has one place only: one that was renamed outside is found by its identity and moved here, with
-        everything that is known below it.
+        everything that is known below it. The time of its birth tells it from a new one that was given the inode number
+        of one removed just before: the kernel may remember that as dead.
         """
         identity = (status.st_dev, status.st_ino)
         child = parent.children.get(name)
@@ -134,17 +136,34 @@ class InodeTable:
             self.drop(parent, name)
         elif child is not None:
             self.drop(parent, name)
+        birth = self._birth(parent, name, identity)
         known = self._directories.get(identity)
-        if known is not None and known.number != ROOT_NUMBER and not parent.is_within(known):
+        if known is not None and birth and known.birth == birth and not parent.is_within(known):
             if known.parent is not None:
                 known.parent.children.pop(known.name, None)
             known.parent, known.name = parent, name
             parent.children[name] = known
             return known
         made = Directory(self.number_for(status.st_ino), parent, name, identity)
+        made.birth = birth
         parent.children[name] = made
         self._add(made)
         return made
+
+    def _birth(self, parent: Directory, name: bytes, identity: tuple[int, int]) -> int:
+        """When the directory was made (ns), 0 if the file system does not say or something else stands there by now."""
+        try:
+            with self._root.parent(parent.path_of(name)) as (directory, last):
+                found = statx(directory, last, AT_SYMLINK_NOFOLLOW | AT_NO_AUTOMOUNT)
+        except OSError:
+            return 0  # gone meanwhile: then there is nothing to recognize
+        return found.btime_ns if (found.dev, found.ino) == identity else 0
+
+    def directory_removed(self, directory: Directory, status: os.stat_result) -> None:
+        """`directory` (it was `status`) was removed through the mount: the kernel takes it for dead from now on."""
+        directory.removed = status
+        if self._directories.get(directory.identity) is directory:
+            del self._directories[directory.identity]
 
     def link_at(self, parent: Directory, name: bytes, status: os.stat_result) -> Link:
         identity = (status.st_dev, status.st_ino)

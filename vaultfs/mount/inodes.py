@@ -81,7 +81,7 @@ class Inode:
 class Directory(Inode):
     """A directory of the vault; `children` holds only what the kernel knows or a draft needs."""
 
-    __slots__ = ("children", "identity", "name", "parent", "removed", "watched")
+    __slots__ = ("birth", "children", "identity", "name", "parent", "removed", "watched")
 
     def __init__(self, number: int, parent: Directory | None, name: bytes, identity: tuple[int, int]) -> None:
         super().__init__(number)
@@ -89,6 +89,7 @@ class Directory(Inode):
         self.name = name
         self.identity = identity  # (st_dev, st_ino): tells a directory that was replaced outside from this one
         self.children: dict[bytes, Directory | Link | Name] = {}
+        self.birth = 0  # when it was made (ns), 0 if not known
         self.watched = False
         self.removed: os.stat_result | None = None  # what it was when it was removed, for those who have it open
 

@@ -78,7 +78,9 @@ class OutsideChanges:
         if status is None and known is not None:
             announcer = context.announcer
             told = partial(announcer.deleted, path) if announcer is not None else None
-            context.invalidator.entry(number, name, known.number, then=told)
+            # Not for a directory: the kernel would take it for dead, and it may only have been moved.
+            deleted_number = 0 if isinstance(known, Directory) else known.number
+            context.invalidator.entry(number, name, deleted_number, then=told)
             context.inodes.drop(directory, name)
         else:
             announcer = context.announcer

@@ -174,7 +174,7 @@ class Tree:
     def entry(self, inode: Inode, status: os.stat_result | None) -> pyfuse3.EntryAttributes:
         """What the kernel is told about `inode` by lookup, create and readdirplus. Counts no lookup."""
         if isinstance(inode, Version):
-            keep = self._keep(inode.name.parent)
+            keep = self._keep(inode)
             return entry_attributes(
                 inode.status(),
                 inode.number,
@@ -191,19 +191,22 @@ class Tree:
             return entry_attributes(status, inode.number, entry_timeout=0.0, attr_timeout=0.0)
         if isinstance(inode, Directory) and inode.parent is not None:
             brief = self._context.policy.may_be_lock_directory(inode.name)
-            keep = 0.0 if brief else self._keep(inode.parent)
+            keep = 0.0 if brief else self._keep_in(inode.parent)
             return entry_attributes(status, inode.number, entry_timeout=keep, attr_timeout=min(keep, KEPT_BRIEFLY))
         return entry_attributes(status, inode.number, entry_timeout=KEPT_BRIEFLY, attr_timeout=KEPT_BRIEFLY)
 
-    def _keep(self, directory: Directory) -> float:
+    @staticmethod
+    def _keep_in(directory: Directory) -> float:
         return KEPT_LONG if directory.watched else KEPT_BRIEFLY
+
+    def _keep(self, version: Version) -> float:
+        """Not at all if the file has several names: what happens by another one is not seen at this one."""
+        return 0.0 if version.stat.st_nlink > 1 else self._keep_in(version.name.parent)
 
     def attributes(self, inode: Inode) -> pyfuse3.EntryAttributes:
         """The attributes of `inode` for getattr and setattr."""
         if isinstance(inode, Version):
-            return entry_attributes(
-                inode.status(), inode.number, entry_timeout=0.0, attr_timeout=self._keep(inode.name.parent)
-            )
+            return entry_attributes(inode.status(), inode.number, entry_timeout=0.0, attr_timeout=self._keep(inode))
         if isinstance(inode, Draft):
             return self.draft_attributes(inode)
         if isinstance(inode, LiveFile):
@@ -467,7 +470,7 @@ class Tree:
                 self._clear_machinery(path)
                 context.root.rmdir(path)
         if isinstance(child, Directory):
-            child.removed = status
+            context.inodes.directory_removed(child, status)
         context.inodes.drop(parent, name)
 
     @staticmethod
