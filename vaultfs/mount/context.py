@@ -26,6 +26,7 @@ import trio
 
 from vaultfs.errors import LockBusyError, VaultError, VaultGoneError
 from vaultfs.mount import procs
+from vaultfs.mount.reserve import FULL, Reserve
 
 if TYPE_CHECKING:
     from vaultfs.config import MountOptions
@@ -99,6 +100,7 @@ class MountContext:
         self.watch: OutsideWatch | None = None
         self.read_only_reason: str | None = None
         self.stopping = False
+        self.reserve = Reserve(state)
         self._lock_makers: dict[tuple[int, int], Opener] = {}  # (st_dev, st_ino) of a lock directory → who made it
 
     def assert_writable(self) -> None:
@@ -119,11 +121,13 @@ class MountContext:
         *,
         timeout: float | None = None,
         saver: Opener | None = None,
+        frees_space: bool = False,
     ) -> _Result:
         """Run `change` with the path locks of all `paths()` held; it must not wait for anything.
 
         `saver` is the process on whose behalf it is: it is let through a lock that it, or a living ancestor of it, was
-        seen to put in place through the mount (lock-protocol.md, "Re-entry").
+        seen to put in place through the mount (lock-protocol.md, "Re-entry"). With `frees_space` the reserve is spent
+        if the disk is too full for a lock.
 
         `timeout` is in seconds, for all locks together; None means the mount's `lock-timeout`. Locks are taken in byte
         order, all or none: nobody waits for a lock while holding another, so two renames cannot wait for each other.
@@ -137,7 +141,13 @@ class MountContext:
         try:
             while True:
                 wanted = sorted(set(paths()))
-                held, wait = self._take_all(wanted, looks, deadline, saver)
+                try:
+                    held, wait = self._take_all(wanted, looks, deadline, saver)
+                except OSError as error:
+                    if error.errno not in FULL or not frees_space or not self.reserve.spend():
+                        raise
+                    looks.clear()
+                    continue
                 if wait is None:
                     with _releasing(held), self.changing():
                         return change()

@@ -102,7 +102,9 @@ class Renames:
             move()
         else:
             saver = self._saves.opener(thread)
-            await context.while_locked(lambda: (old_parent.path_of(old), new_parent.path_of(new)), move, saver=saver)
+            await context.while_locked(
+                lambda: (old_parent.path_of(old), new_parent.path_of(new)), move, saver=saver, frees_space=True
+            )
 
     def _move_file(self, old_parent: Directory, old: bytes, new_parent: Directory, new: bytes, flags: int) -> None:
         """The rename itself; both path locks are held."""

@@ -179,6 +179,8 @@ class Mount:
                 f"the kernel or fusermount3 refused it ({error})", path=options.mountpoint
             ) from error
         mounted = True
+        if not options.ro:
+            self.context.reserve.restore()
         try:
             self.context.root.covered = options.over_itself
             trio.run(self._serve, ready, attend(self))
@@ -188,6 +190,7 @@ class Mount:
             self.context.root.covered = False
             trio.run(self._settle)
             self.context.inodes.close()
+            self.context.reserve.spend()  # while nothing is mounted nobody needs it
         return 0
 
     async def _serve(self, ready: Callable[[], None], attendant: Attendant) -> None:
@@ -283,6 +286,7 @@ class Mount:
                 if passes % 2 == 0:
                     await self.saves.retry_refused()
                 self.context.locks.heartbeat()
+                self.context.reserve.restore()
                 if passes % 20 == 0:
                     self.context.drafts.sweep()
             except (VaultError, OSError) as error:

@@ -423,7 +423,8 @@ class Tree:
         if never_in_vault or child.live is not None or context.policy.is_protocol_file(parent.name, name):
             remove()
         else:
-            await context.while_locked(lambda: (parent.path_of(name),), remove, saver=self._saves.opener(thread))
+            saver = self._saves.opener(thread)
+            await context.while_locked(lambda: (parent.path_of(name),), remove, saver=saver, frees_space=True)
 
     def _remove_file(self, parent: Directory, last: bytes) -> None:
         context = self._context
