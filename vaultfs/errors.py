@@ -396,12 +396,12 @@ TABLE: dict[type[VaultError], Row] = {
     LockBusyError: Row(
         errno.EBUSY,
         ExitCode.BUSY,
-        "The old version is untouched and the new one is kept as a draft; `vaultfs status` says who holds the lock.",
+        "The old version is untouched and the new one is kept as a draft; `vaultfs locks` says who holds the lock.",
     ),
     LockBrokenError: Row(
         errno.EBUSY,
         ExitCode.BUSY,
-        "The old version is untouched; look at the NAME.lock beside the file, and try again.",
+        "The old version is untouched; `vaultfs locks` says what is wrong with its lock.",
     ),
     ForeignLockError: Row(
         errno.EBUSY,

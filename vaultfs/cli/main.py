@@ -35,6 +35,7 @@ COMMANDS = {
     "mount": Command("vaultfs.cli.mount", "serve a vault: every save atomic, locked and recoverable"),
     "umount": Command("vaultfs.cli.umount", "end a mount when all saves are in the vault"),
     "status": Command("vaultfs.cli.status", "what is mounted, who writes what, what happened so far"),
+    "locks": Command("vaultfs.cli.locks", "which path locks stand, who holds them; clear away what nobody holds"),
     "drafts": Command("vaultfs.cli.drafts", "list the drafts that could not be published, or save one elsewhere"),
 }
 

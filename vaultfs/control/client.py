@@ -13,13 +13,14 @@ import socket
 from typing import Any, TypeVar
 
 from vaultfs.control import protocol
-from vaultfs.control.protocol import KeptDraftInfo, MountStatus, Reply, Request
+from vaultfs.control.protocol import KeptDraftInfo, LockInfo, LocksInfo, MountStatus, Reply, Request
 from vaultfs.control.registry import Entry, socket_path
 from vaultfs.errors import NoAnswerError
 
-__all__ = ["draft_content", "drafts", "status", "stop"]
+__all__ = ["draft_content", "drafts", "locks", "reap_lock", "status", "stop"]
 
 _PATIENCE = 5.0
+_WALK = 60.0  # seconds for what walks through the whole vault
 _T = TypeVar("_T")
 
 
@@ -48,6 +49,17 @@ def draft_content(entry: Entry, draft_id: str, timeout: float = _PATIENCE) -> tu
             os.close(descriptor)
         raise
     return draft, descriptor
+
+
+def locks(entry: Entry, below: str = "", timeout: float = _WALK) -> LocksInfo:
+    """The locks of the mount's vault, or of what is below (or is) `below`, vault-relative."""
+    return _shape(entry, _ask(entry, "locks", timeout, {"below": below})[0], LocksInfo)
+
+
+def reap_lock(entry: Entry, lock: LockInfo, *, force: bool, timeout: float = _PATIENCE) -> str:
+    """Has the daemon remove `lock`, if it is still that one; what became of it (`vaultfs.locks.reaper.Removal`)."""
+    arguments = {"lock": protocol.plain(lock), "force": force}
+    return _shape(entry, _ask(entry, "reap-lock", timeout, arguments)[0], str)
 
 
 def stop(entry: Entry, timeout: float = _PATIENCE) -> None:

@@ -16,6 +16,10 @@ draft-content  ``id`` (prefix allowed)  `KeptDraftInfo`; a read-only descriptor 
                                         the reply (SCM_RIGHTS), so that the *asker* copies it, with its own
                                         rights, wherever it likes: also onto the mount, which the daemon
                                         itself must never touch
+locks          ``below`` (directory,    `LocksInfo`: the locks of the vault, or of what is below (or is) `below`;
+               file or lock)            takes as long as a walk through the vault
+reap-lock      ``lock`` (a `LockInfo`), what became of it (`vaultfs.locks.reaper.Removal`): removed, lost, left
+               ``force``
 stop           —                        null, at once; the daemon then publishes what is complete, keeps the
                                         rest as drafts, unmounts and ends
 =============  =======================  ==================================================================
@@ -42,7 +46,7 @@ import msgspec
 
 from vaultfs import errors
 from vaultfs.errors import VaultError, exit_code_of, hint_of, words_of
-from vaultfs.mount.status import HeldLockInfo, KeptDraftInfo, MountStatus, OpenDraft
+from vaultfs.mount.status import HeldLockInfo, KeptDraftInfo, LockInfo, LocksInfo, MountStatus, OpenDraft
 
 __all__ = [
     "MAXIMUM_REPLY",
@@ -51,6 +55,8 @@ __all__ = [
     "Failure",
     "HeldLockInfo",
     "KeptDraftInfo",
+    "LockInfo",
+    "LocksInfo",
     "MountStatus",
     "OpenDraft",
     "Provider",
@@ -84,6 +90,19 @@ class Provider(Protocol):
         """A new read-only descriptor of the content of the kept draft `draft_id`; the caller closes it.
 
         Raises DraftNotFoundError.
+        """
+
+    def locks(self, below: str) -> LocksInfo:
+        """The locks of the vault, those of the daemon among them; of all below `below` (vault-relative) only.
+
+        The one method that may take long: it walks through the vault (in a thread of its own). Raises UnsafePathError,
+        OSError.
+        """
+
+    def reap_lock(self, lock: LockInfo, *, force: bool) -> str:
+        """Removes `lock` if it is still that one, and dead or residue (`force`: whatever it is, but our own).
+
+        Returns a `vaultfs.locks.reaper.Removal`. Raises UnsafePathError, OSError.
         """
 
     def stop(self) -> None:

@@ -23,7 +23,7 @@ import msgspec
 
 from vaultfs.config import MountOptions
 from vaultfs.control import protocol, registry
-from vaultfs.control.protocol import KeptDraftInfo, Provider, Reply, Request
+from vaultfs.control.protocol import KeptDraftInfo, LockInfo, Provider, Reply, Request
 from vaultfs.errors import BadRequestError, DraftNotFoundError, VaultError, printable
 
 __all__ = ["ControlServer", "choose_draft"]
@@ -162,6 +162,14 @@ class ControlServer:
             draft = choose_draft(self._provider.kept_drafts(), str(request.arguments.get("id", "")))
             descriptor = self._provider.open_draft(draft.id)
             result = draft
+        elif request.request == "locks":
+            result = self._provider.locks(str(request.arguments.get("below", "")))
+        elif request.request == "reap-lock":
+            try:
+                lock = protocol.decode(request.arguments.get("lock"), LockInfo)
+            except ValueError as error:
+                raise BadRequestError(f"the control socket did not understand: {error}") from None
+            result = self._provider.reap_lock(lock, force=request.arguments.get("force") is True)
         elif request.request == "stop":
             _log.info("asked to stop")
             self._provider.stop()

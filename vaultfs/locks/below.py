@@ -15,7 +15,8 @@ from vaultfs.locks.liveness import Verdict
 from vaultfs.locks.places import SUFFIX
 
 if TYPE_CHECKING:
-    from vaultfs.locks.path_lock import LockReport, PathLocks
+    from vaultfs.locks.path_lock import PathLocks
+    from vaultfs.locks.report import LockReport
     from vaultfs.root import VaultRoot
 
 __all__ = ["lock_below"]

@@ -79,12 +79,14 @@ from vaultfs.locks.records import (
     look_into,
     whoami,
 )
+from vaultfs.locks.report import LockReport, examine, program_of
+from vaultfs.locks.survey import Survey
 
 if TYPE_CHECKING:
     from vaultfs.root import VaultRoot
     from vaultfs.state import StateDirectory
 
-__all__ = ["Acquisition", "HeldLock", "LockReport", "PathLocks"]
+__all__ = ["Acquisition", "HeldLock", "PathLocks"]
 
 _log = logging.getLogger(__name__)
 
@@ -96,20 +98,6 @@ AT_ONCE = 4  # times that one step starts over at once, after a reap or a collis
 REFRESH_AFTER = 3.0  # seconds after which a lock that is held refreshes its mtime and has a heartbeat
 LEASE_MS = 60_000  # what a heartbeat promises
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-
-
-class LockReport(msgspec.Struct, frozen=True):
-    """What `PathLocks.inspect` found at the lock of a path. `verdict` is a `liveness.Verdict`."""
-
-    path: bytes
-    lock_path: bytes
-    verdict: str
-    pid: int | None
-    program: str | None
-    host: str | None
-    age_s: float
-    evidence: str
-    suspect: bool = False
 
 
 @dataclass(slots=True)
@@ -391,43 +379,18 @@ class PathLocks:
         return self._inspect(lock_path.removesuffix(SUFFIX), lock_path)
 
     def _inspect(self, path: bytes, place: bytes) -> LockReport | None:
-        try:
-            with self._root.parent(place) as (directory, name):
-                try:
-                    lock = os.open(name, _DIRECTORY, dir_fd=directory)
-                except NotADirectoryError:
-                    status = os.stat(name, dir_fd=directory, follow_symlinks=False)
-                    age = self._judge.clocks.wall() - status.st_mtime
-                    return LockReport(path, place, Verdict.FOREIGN, None, None, None, age, "it is no directory")
-                except PermissionError:
-                    return LockReport(path, place, Verdict.UNKNOWN, None, None, None, 0.0, "it may not be read")
-        except FileNotFoundError:
-            return None
-        try:
-            contents = look_into(lock)
-        finally:
-            os.close(lock)
+        examined = examine(self._root, path, place, self._judge, self._judged)
+        return examined.report if examined is not None else None
+
+    def _judged(self, place: bytes, contents: LockContents) -> tuple[Judgement, float]:
+        """One more look at the lock at `place`: the verdict, and the lock's age in seconds."""
         with self._mutex:
             watch = self._watches.look(place, contents)
-            judgement = self._judgement(contents, watch)
-        owner = contents.owner
-        return LockReport(
-            path=path,
-            lock_path=place,
-            verdict=judgement.verdict,
-            pid=owner.pid if owner else None,
-            program=self._program(owner, judgement),
-            host=owner.host if owner else None,
-            age_s=self._judge.age(contents, watch),
-            evidence=judgement.evidence,
-            suspect=judgement.suspect,
-        )
+            return self._judgement(contents, watch), self._judge.age(contents, watch)
 
-    def _program(self, owner: OwnerRecord | None, judgement: Judgement) -> str | None:
-        if owner is None:
-            return None
-        here = judgement.alive_here or judgement.verdict is Verdict.OURS
-        return (self._judge.processes.program(owner.pid) if here else None) or owner.tool
+    def survey(self) -> Survey:
+        """Looks at all locks of the vault, those of this object among them, for a person: see `locks.survey`."""
+        return Survey(self._root, self._judge, self._judged, held=lambda: list(self.held))
 
     # -- keeping and ending ----------------------------------------------------------------------------------------
 
@@ -579,14 +542,14 @@ class PathLocks:
         if owner is not None and owner.pid == self._judge.me.pid:
             for standing in self._standing.values():
                 if standing.record.token == owner.token:
-                    return Judgement(Verdict.OURS, "held by this program")
+                    return Judgement(Verdict.OURS, f"held by this very program ({self._tool})")
         return self._judge.judge(contents, watch)
 
     def _describe(self, name: bytes, contents: LockContents, judgement: Judgement) -> str:
         owner = contents.owner
         if owner is None:
             return f"somebody unknown ({printable(name)}: {judgement.evidence})"
-        program = self._program(owner, judgement)
+        program = program_of(self._judge, owner, judgement)
         return f"process {owner.pid}{f' ({program})' if program else ''} since {owner.created_at}: {judgement.evidence}"
 
     @staticmethod

@@ -17,16 +17,26 @@ from __future__ import annotations
 
 import errno
 import os
+import stat
 from collections.abc import Callable
 from enum import StrEnum
 
-from vaultfs.locks.records import OWNER, LockContents, OwnerRecord, is_protocol_name, lease_name, look_into
+from vaultfs.locks.records import (
+    LEASE_PREFIX,
+    OWNER,
+    LockContents,
+    OwnerRecord,
+    is_protocol_name,
+    lease_name,
+    look_into,
+)
 
 __all__ = [
     "Removal",
     "clear_prepared",
     "drop_pending",
     "remove_directory",
+    "remove_forced",
     "remove_judged",
     "same_directory",
     "unlink_if_there",
@@ -135,3 +145,25 @@ def _clear(directory: int, name: bytes, lock: int, expected: Callable[[bytes], b
     for entry in entries:
         unlink_if_there(entry, lock)
     return remove_directory(directory, name, status.st_dev, status.st_ino) is Removal.REMOVED
+
+
+def remove_forced(directory: int, name: bytes, lock: int, contents: LockContents) -> Removal:
+    """Removes the lock `name` in `directory` because a person said so, whatever the verdict; `lock` is its descriptor.
+
+    Only names of the protocol that are no directories are unlinked (the name only, should it be a link); if anything
+    else is in it, nothing is touched (LEFT). The leases go first: who holds one of them finds out. Raises OSError.
+    """
+    if not same_directory(directory, name, contents.dev, contents.ino):
+        return Removal.LOST
+    entries = [os.fsencode(entry) for entry in os.listdir(lock)]
+    for entry in entries:
+        try:
+            status = os.stat(entry, dir_fd=lock, follow_symlinks=False)
+        except FileNotFoundError:
+            return Removal.LOST  # its owner is releasing it, or somebody else removes it
+        if not is_protocol_name(entry) or stat.S_ISDIR(status.st_mode):
+            return Removal.LEFT
+    for entry in sorted(entries, key=lambda entry: not entry.startswith(LEASE_PREFIX)):
+        if not unlink_if_there(entry, lock):
+            return Removal.LOST
+    return remove_directory(directory, name, contents.dev, contents.ino)

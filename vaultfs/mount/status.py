@@ -1,16 +1,30 @@
-"""What a mount tells about itself: the records behind ``vaultfs status`` and ``vaultfs drafts``.
+"""What a mount tells about itself: the records behind ``vaultfs status``, ``drafts`` and ``locks``.
 
-Their fields are the documented, stable JSON of both commands (docs/command-line.md). Paths are vault-relative text as
+Their fields are the documented, stable JSON of these commands (docs/command-line.md). Paths are vault-relative text as
 ``os.fsdecode`` gives it, with undecodable bytes as lone surrogates.
 """
 
 from __future__ import annotations
 
+import os
 from typing import Any, Literal
 
 import msgspec
 
-__all__ = ["HeldLockInfo", "KeptDraftInfo", "MountStatus", "OpenDraft"]
+from vaultfs.locks.report import LockReport
+from vaultfs.locks.survey import PRIVATE, SurveyResult
+
+__all__ = [
+    "HeldLockInfo",
+    "KeptDraftInfo",
+    "LockInfo",
+    "LocksInfo",
+    "MountStatus",
+    "OpenDraft",
+    "lock_info",
+    "lock_report",
+    "locks_info",
+]
 
 
 class OpenDraft(msgspec.Struct):
@@ -31,6 +45,70 @@ class HeldLockInfo(msgspec.Struct):
     path: str
     held_s: float
     private: bool = False  # kept in the state directory, not beside the file
+
+
+class LockInfo(msgspec.Struct):
+    """A path lock that stands in the vault, whoever made it."""
+
+    path: str  # what it is for, vault-relative; "" if that cannot be told (a private lock's name is a hash)
+    lock_path: str  # the lock directory, vault-relative
+    verdict: str  # ours, alive, dead, residue, foreign, unknown
+    evidence: str  # for the verdict, in words
+    age_s: float  # since it was last touched
+    pid: int | None = None
+    program: str | None = None
+    host: str | None = None
+    since: str | None = None  # as its owner says; ISO 8601, UTC
+    suspect: bool = False  # alive, but its pid may be another process by now
+    private: bool = False  # kept in the state directory, not beside the file
+    mark: str = ""  # names this very lock
+
+
+class LocksInfo(msgspec.Struct):
+    """The locks of a vault. `closed`: directories that could not be looked into."""
+
+    locks: list[LockInfo]
+    closed: list[str] = []
+
+
+def lock_info(report: LockReport) -> LockInfo:
+    """`report` as it is told."""
+    return LockInfo(
+        path=os.fsdecode(report.path),
+        lock_path=os.fsdecode(report.lock_path),
+        verdict=str(report.verdict),
+        evidence=report.evidence,
+        age_s=report.age_s,
+        pid=report.pid,
+        program=report.program,
+        host=report.host,
+        since=report.since,
+        suspect=report.suspect,
+        private=report.lock_path.startswith(PRIVATE + b"/"),
+        mark=report.mark,
+    )
+
+
+def locks_info(result: SurveyResult) -> LocksInfo:
+    """`result` as it is told."""
+    return LocksInfo([lock_info(report) for report in result.locks], [os.fsdecode(path) for path in result.closed])
+
+
+def lock_report(info: LockInfo) -> LockReport:
+    """The other way: which lock `info` tells of."""
+    return LockReport(
+        path=os.fsencode(info.path),
+        lock_path=os.fsencode(info.lock_path),
+        verdict=info.verdict,
+        pid=info.pid,
+        program=info.program,
+        host=info.host,
+        age_s=info.age_s,
+        evidence=info.evidence,
+        suspect=info.suspect,
+        since=info.since,
+        mark=info.mark,
+    )
 
 
 class KeptDraftInfo(msgspec.Struct):
