@@ -678,3 +678,57 @@ def test_python_compiles_its_modules_into_the_directory(here: Path) -> None:
     assert first[0] == "1" and Path(first[1]).exists()
     (here / "module.py").write_text("value = 2222\n")
     assert run(sys.executable, "-c", program, cwd=here).split()[0] == "2222"
+
+
+EXEC = """
+import os, sys
+how, path, content = sys.argv[1:]
+fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)  # close-on-exec, as Python, Go, Rust and node open everything
+os.write(fd, content.encode())
+if how == "itself":
+    os.execv("/bin/true", ["true"])
+elif how == "a child":
+    child = os.fork()
+    if child == 0:
+        os.execv("/bin/true", ["true"])
+    assert os.waitpid(child, 0)[1] == 0
+    os.write(fd, b"!")
+    os.close(fd)
+elif how == "by vfork":
+    assert os.posix_spawn("/bin/true", ["true"], {}) and os.wait()[1] == 0
+    os.write(fd, b"!")
+elif how == "a thread's child":
+    import subprocess, threading
+    done = []
+    thread = threading.Thread(target=lambda: done.append(subprocess.run(["/bin/true"], close_fds=False).returncode))
+    thread.start()
+    os.write(fd, b"!")
+    thread.join()
+    assert done == [0]
+"""
+
+
+@pytest.mark.parametrize("how", ["itself", "a child", "by vfork", "a thread's child"])
+@pytest.mark.parametrize("there", [False, True], ids=["new", "replaced"])
+def test_a_program_that_becomes_another_with_a_descriptor_open(
+    here: Path, vault_here: Path, how: str, there: bool
+) -> None:
+    """execve closes such descriptors while it holds the lock that every look at its /proc waits for.
+
+    A daemon that looks then waits for the program that waits for it, and `ps` waits for both. What the program had
+    written when it became another is saved: it has let go of the file by itself.
+    """
+    note = here / "note.md"
+    if there:
+        note.write_text("old")
+    for number in range(5):
+        content = f"{how} {number}"
+        done = subprocess.run(
+            ["timeout", "-s", "KILL", "20", sys.executable, "-c", EXEC, how, note, content], check=False
+        )
+        assert done.returncode == 0, "it never came back"
+        expected = content + ("!" if how != "itself" else "")
+        deadline = time.monotonic() + 20  # nobody can be told of the end of exec's close: it may come a moment later
+        while (vault_here / "note.md").read_text() != expected and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert (vault_here / "note.md").read_text() == note.read_text() == expected
