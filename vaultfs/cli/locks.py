@@ -181,9 +181,9 @@ def _force(locks: list[tuple[_Place, LockInfo]]) -> int:
     name = place.name(lock.lock_path)
     if lock.verdict == "ours":
         raise LockBusyError("the daemon of this mount holds it, for a moment", path=name, remedy="Try again.")
-    say(
-        f"{printable(name)}\n  owner    {printable(_owner(lock))}\n  verdict  {lock.verdict}: {printable(_evidence(lock))}"
-    )
+    say(f"{printable(name)}")
+    say(f"  owner    {printable(_owner(lock))}")
+    say(f"  verdict  {lock.verdict}: {printable(_evidence(lock))}")
     say(f"  {_what_could_be_lost(lock)}")
     sys.stdout.write("Remove this lock? [y/N] ")
     sys.stdout.flush()
