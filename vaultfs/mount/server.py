@@ -49,7 +49,16 @@ from vaultfs.mount.outside import OutsideChanges
 from vaultfs.mount.redirect import Redirects
 from vaultfs.mount.renames import Renames
 from vaultfs.mount.saves import Saves
-from vaultfs.mount.status import HeldLockInfo, KeptDraftInfo, MountStatus, OpenDraft
+from vaultfs.mount.status import (
+    HeldLockInfo,
+    KeptDraftInfo,
+    LockInfo,
+    LocksInfo,
+    MountStatus,
+    OpenDraft,
+    lock_report,
+    locks_info,
+)
 from vaultfs.mount.tree import Tree
 from vaultfs.mount.watch import Invalidator, OutsideWatch
 from vaultfs.mount.xattrs import ExtendedAttributes
@@ -338,7 +347,7 @@ class Mount:
                 )
             )
         held = [
-            HeldLockInfo(path=os.fsdecode(path), held_s=max(0.0, now - lock.since), private=lock.private)
+            HeldLockInfo(path=os.fsdecode(path), held_s=max(0.0, time.time() - lock.since), private=lock.private)
             for path, lock in list(context.locks.held.items())
         ]
         state = "serving"
@@ -388,6 +397,16 @@ class Mount:
             if draft.file is not None and draft.file.id == draft_id:
                 return os.open(f"/proc/self/fd/{draft.file.fd}", os.O_RDONLY | os.O_CLOEXEC)
         return self.context.drafts.open_kept(draft_id)
+
+    def locks(self, below: str) -> LocksInfo:
+        result = self.context.locks.survey().look(os.fsencode(below))
+        return locks_info(result)
+
+    def reap_lock(self, lock: LockInfo, *, force: bool) -> str:
+        report = lock_report(lock)
+        removal = self.context.locks.survey().reap(report, force=force)
+        log.info("asked to remove the lock %r%s (%s): %s", report.lock_path, " by force" * force, lock.verdict, removal)
+        return str(removal)
 
     def stop(self) -> None:
         if self._token is not None and self._stop_requested is not None:
