@@ -68,14 +68,14 @@ def gone() -> int:
     return process.pid
 
 
-def identity_from(text: str) -> tuple[int, set[int]]:
-    dev, ino = map(int, text.split())
-    return dev, {ino}
+def identity_from(text: str) -> tuple[int, int, set[int]]:
+    mount, dev, ino = map(int, text.split())
+    return mount, dev, {ino}
 
 
-def identity(path: Path) -> tuple[int, set[int]]:
-    status = path.stat()
-    return status.st_dev, {status.st_ino}
+def identity(path: Path) -> tuple[int, int, set[int]]:
+    status = kernel.statx(kernel.AT_FDCWD, os.fsencode(path))
+    return status.mnt_id, status.dev, {status.ino}
 
 
 # ---------------------------------------------------------------- who is who
@@ -222,7 +222,7 @@ def test_the_file_is_known_by_its_identity_and_not_by_its_name(tmp_path: Path) -
         (tmp_path / "moved").unlink()
         path.write_text("another file of that name")
         assert procs.write_descriptors(os.getpid(), *asked) == [ours.fileno(), again.fileno()]
-        assert procs.write_descriptors(os.getpid(), asked[0] + 1, asked[1]) == []
+        assert procs.write_descriptors(os.getpid(), asked[0] + 1, asked[1] + 1, asked[2]) == []
     assert procs.write_descriptors(os.getpid(), *asked) == []
 
 
@@ -236,8 +236,9 @@ def test_a_path_longer_than_a_page_hides_no_descriptor(tmp_path: Path) -> None:
         where = deeper
     descriptor = os.open("note", os.O_WRONLY | os.O_CREAT, dir_fd=where)
     try:
-        status = os.fstat(descriptor)
-        assert procs.write_descriptors(os.getpid(), status.st_dev, {status.st_ino}) == [descriptor]
+        status = kernel.statx(descriptor, b"", kernel.AT_EMPTY_PATH)
+        place = (status.mnt_id, status.dev, {status.ino})
+        assert procs.write_descriptors(os.getpid(), *place) == [descriptor]
     finally:
         os.close(descriptor)
         os.close(where)
@@ -245,18 +246,15 @@ def test_a_path_longer_than_a_page_hides_no_descriptor(tmp_path: Path) -> None:
 
 def test_the_look_is_made_without_asking_the_file_system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "note"
-    asked: list[int] = []
-    real = kernel.statx
+    path.touch()
+    place = identity(path)
 
-    def spy(directory: int, name: bytes, flags: int = 0) -> kernel.Statx:
-        asked.append(flags)
-        return real(directory, name, flags)
+    def spy(*_: object) -> kernel.Statx:
+        raise AssertionError("a look at the file itself, which on the mount is a request to ourselves")
 
     monkeypatch.setattr(kernel, "statx", spy)
     with path.open("w") as file:
-        status = path.stat()
-        assert procs.write_descriptors(os.getpid(), status.st_dev, {status.st_ino}) == [file.fileno()]
-    assert asked and all(flags & kernel.AT_STATX_DONT_SYNC for flags in asked)
+        assert procs.write_descriptors(os.getpid(), *place) == [file.fileno()]
 
 
 def test_an_ended_leader_thread_hides_neither_descriptors_nor_life(run: Run, tmp_path: Path) -> None:
@@ -304,7 +302,7 @@ def test_a_process_that_cannot_be_looked_into_says_so(tmp_path: Path) -> None:
                 procs.thread_group(os.getppid()) == os.getppid(),
                 procs.start_time(os.getppid()) > 0,
             ),
-            ASKED=f"{path.stat().st_dev} {path.stat().st_ino}",
+            ASKED=" ".join(str(one) for one in (*identity(path)[:2], *identity(path)[2])),
         )
     assert answers == "(None, None, True, True)"
 

@@ -16,7 +16,6 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
 from vaultfs.cli.output import clock, emit_json, say, size, table, tell
-from vaultfs.cli.patience import real_path
 from vaultfs.control import client, protocol, registry
 from vaultfs.control.protocol import KeptDraftInfo
 from vaultfs.control.registry import Entry
@@ -29,6 +28,7 @@ from vaultfs.errors import (
     VaultMissingError,
     printable,
 )
+from vaultfs.patience import real_path
 
 if TYPE_CHECKING:
     from vaultfs.drafts import Drafts

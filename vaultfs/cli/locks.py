@@ -27,7 +27,6 @@ import sys
 from typing import TYPE_CHECKING
 
 from vaultfs.cli.output import Style, age, clock, emit_json, say, table, tell
-from vaultfs.cli.patience import real_path
 from vaultfs.control import client, protocol, registry
 from vaultfs.control.protocol import LockInfo, LocksInfo
 from vaultfs.control.registry import Entry
@@ -42,6 +41,7 @@ from vaultfs.errors import (
     printable,
     words_of,
 )
+from vaultfs.patience import real_path
 
 if TYPE_CHECKING:
     from vaultfs.locks import Survey

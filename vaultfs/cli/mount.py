@@ -41,13 +41,13 @@ from typing import Any
 import msgspec
 
 from vaultfs.cli.output import say, tell
-from vaultfs.cli.patience import within
 from vaultfs.cli.preflight import check, check_log_file
 from vaultfs.config import OPTIONS, MountOptions, build_options, describe_default
 from vaultfs.control import protocol
 from vaultfs.control.protocol import Failure
 from vaultfs.errors import ConfigError, DeviceMissingError, ExitCode, MountFailedError, VaultError, printable
 from vaultfs.mountinfo import mount_at, mounts, unmount
+from vaultfs.patience import within
 
 __all__ = ["NOTICES", "configure", "default_log_file", "options_help", "run"]
 

@@ -23,7 +23,6 @@ from collections.abc import Callable
 import msgspec
 
 from vaultfs import kernel
-from vaultfs.cli.patience import real_path, within
 from vaultfs.config import MountOptions
 from vaultfs.control import registry
 from vaultfs.errors import (
@@ -43,6 +42,7 @@ from vaultfs.errors import (
     printable,
 )
 from vaultfs.mountinfo import MountEntry, mount_at, mounts, unmount
+from vaultfs.patience import real_path, within
 
 __all__ = ["DEAD", "check", "check_log_file", "check_machine", "probe_renames"]
 

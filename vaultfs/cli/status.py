@@ -19,12 +19,12 @@ import msgspec
 
 from vaultfs import __version__
 from vaultfs.cli.output import Style, age, clock, emit_json, say, size, table
-from vaultfs.cli.patience import real_path, within
 from vaultfs.control import client, protocol, registry
 from vaultfs.control.protocol import MountStatus
 from vaultfs.control.registry import Entry
 from vaultfs.errors import ExitCode, NoAnswerError, NotMountedError, VaultError, printable
 from vaultfs.mountinfo import MountEntry, mounts
+from vaultfs.patience import real_path, within
 
 __all__ = ["View", "collect", "configure", "run"]
 

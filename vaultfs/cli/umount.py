@@ -24,7 +24,6 @@ import os
 import time
 
 from vaultfs.cli.output import tell
-from vaultfs.cli.patience import real_path
 from vaultfs.control import client, registry
 from vaultfs.control.holders import find_holders
 from vaultfs.control.registry import Entry
@@ -37,6 +36,7 @@ from vaultfs.errors import (
     printable,
 )
 from vaultfs.mountinfo import MountEntry, mount_at, unmount
+from vaultfs.patience import real_path
 
 __all__ = ["configure", "run"]
 

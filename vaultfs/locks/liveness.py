@@ -28,10 +28,12 @@ from collections import OrderedDict
 from dataclasses import dataclass, field
 from datetime import datetime
 from enum import StrEnum
+from pathlib import Path
 from typing import Protocol
 
 from vaultfs import kernel
 from vaultfs.locks.records import Identity, LockContents, OwnerRecord, lease_name
+from vaultfs.patience import within
 
 __all__ = [
     "LOCAL_FILE_SYSTEMS",
@@ -125,6 +127,9 @@ class Clocks:
         return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
+PATIENCE = 0.03  # seconds
+
+
 class Processes:
     """What the kernel says about processes of our own pid namespace; tests put others in its place."""
 
@@ -167,11 +172,14 @@ class Processes:
 
     @staticmethod
     def _stat(path: str) -> list[bytes] | None:
-        """Fields 3… of a stat file: behind the program's name, which may itself hold spaces and brackets."""
+        """Fields 3… of a stat file: behind the program's name, which may itself hold spaces and brackets.
+
+        The read waits while the process is in execve(2), which may itself wait for a close on a vaultfs mount, and so
+        for whoever asks here: hence the bound.
+        """
         try:
-            with open(path, "rb") as file:
-                fields = file.read().rpartition(b")")[2].split()
-        except OSError:
+            fields = within(PATIENCE, lambda: Path(path).read_bytes()).rpartition(b")")[2].split()
+        except (OSError, TimeoutError):
             return None  # no such process or a hidden /proc: the callers say what that proves, namely nothing
         return fields if len(fields) > 19 else None
 

@@ -18,12 +18,14 @@ from __future__ import annotations
 
 import signal
 import time
+from functools import partial
 
 import trio
 
 from vaultfs.mount import procs
 from vaultfs.mount.context import MountContext
 from vaultfs.mount.inodes import Draft, Handle, Opener
+from vaultfs.patience import within
 
 __all__ = ["Completeness"]
 
@@ -40,12 +42,12 @@ class Completeness:
     async def opener_is_done(self, handle: Handle, draft: Draft) -> bool:
         """Question 1, and the noting of question 2's signal; hands the handle on to a descendant that holds it."""
         opener = handle.opener
-        if opener is None or procs.start_time(opener.pid) != opener.start_time:
+        if opener is None or not procs.is_still(opener.pid, opener.start_time):
             return False  # gone or unknown: RELEASE publishes
         siblings = draft.name.drafts if draft.name is not None else {draft}
         numbers = frozenset().union(*(one.sent_numbers for one in siblings))
-        device = self._context.device
-        descriptors = procs.write_descriptors(opener.pid, device, numbers)
+        mount_id, device = self._context.mount_id, self._context.device
+        descriptors = procs.write_descriptors(opener.pid, mount_id, device, numbers)
         if descriptors is None:
             return False
         if descriptors:
@@ -80,10 +82,14 @@ class Completeness:
         for attempt in range(4):
             passing = False
             for child in procs.descendants(pid):
-                descriptors = procs.write_descriptors(child, self._context.device, numbers)
+                descriptors = procs.write_descriptors(child, self._context.mount_id, self._context.device, numbers)
                 if not descriptors:
                     continue
-                start = procs.start_time(child)
+                try:
+                    start = within(procs.PATIENCE, partial(procs.start_time, child))
+                except TimeoutError:
+                    passing = True  # in the middle of an exec: what it keeps is seen when that is over
+                    continue
                 own = self._open_handles(drafts, child, start)
                 distinct = procs.distinct_open_files(child, descriptors) if own else 1
                 if own and (len(descriptors) if distinct is None else distinct) <= own:

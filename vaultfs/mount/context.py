@@ -27,6 +27,7 @@ import trio
 from vaultfs.errors import LockBusyError, VaultError, VaultGoneError
 from vaultfs.mount import procs
 from vaultfs.mount.reserve import FULL, Reserve
+from vaultfs.patience import within
 
 if TYPE_CHECKING:
     from vaultfs.config import MountOptions
@@ -95,6 +96,7 @@ class MountContext:
         self.fence = fence
         self.counters: collections.Counter[str] = collections.Counter(dict.fromkeys(COUNTERS, 0))
         self.device = 0  # st_dev of the mount itself, known once it is mounted
+        self.mount_id = 0
         self.announcer: Announcer | None = None
         self.invalidator: Invalidator | None = None
         self.watch: OutsideWatch | None = None
@@ -143,6 +145,10 @@ class MountContext:
                 wanted = sorted(set(paths()))
                 try:
                     held, wait = self._take_all(wanted, looks, deadline, saver)
+                except LockBusyError:
+                    if timeout is None:  # what is tried again in the background counts once
+                        self.counters["busy"] += 1
+                    raise
                 except OSError as error:
                     if error.errno not in FULL or not frees_space or not self.reserve.spend():
                         raise
@@ -169,7 +175,6 @@ class MountContext:
                     look = looks[path] = self.locks.begin(path, left, through=self._own_lock(path, saver))
                 step = look.step()
                 if step is None:
-                    self.counters["busy"] += 1
                     raise LockBusyError(f"its lock is held by {look.holder or 'somebody'}", path=path)
                 if isinstance(step, float | int):
                     return [], step
@@ -189,7 +194,7 @@ class MountContext:
             return  # gone already
         self._lock_makers[(status.st_dev, status.st_ino)] = maker
         for identity, former in list(self._lock_makers.items()):
-            if procs.start_time(former.pid) != former.start_time:
+            if not procs.exists(former.pid):
                 del self._lock_makers[identity]
 
     def _own_lock(self, path: bytes, saver: Opener | None) -> tuple[int, int] | None:
@@ -205,11 +210,18 @@ class MountContext:
         except (OSError, VaultError):
             return None  # no such lock, or nothing that may be judged here: the acquisition itself will say
         maker = self._lock_makers.get((status.st_dev, status.st_ino))
-        if maker is None or procs.start_time(maker.pid) != maker.start_time:
+        if maker is None:
             return None
-        if maker.same(saver) or maker.pid in procs.ancestors(saver.pid):
+        if maker.same(saver) or (maker.pid in procs.ancestors(saver.pid) and self._lives(maker)):
             return status.st_dev, status.st_ino
         return None
+
+    @staticmethod
+    def _lives(process: Opener) -> bool:
+        try:
+            return within(procs.PATIENCE, lambda: procs.start_time(process.pid)) == process.start_time
+        except TimeoutError:
+            return False  # in the middle of an exec: the next look will tell
 
     @contextmanager
     def changing(self) -> Iterator[None]:

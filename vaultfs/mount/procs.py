@@ -2,14 +2,16 @@
 
 The mount decides by these facts whether a save is complete, so they are asked on every close. Three rules follow:
 
-*No question comes back to ourselves.* A plain ``stat`` of ``/proc/PID/fd/N`` on a file of the mount is a GETATTR
-to the very daemon that asks. `write_descriptors` uses statx with ``AT_STATX_DONT_SYNC``, which the kernel answers
-from what it was last sent. Nothing else here touches a file that a descriptor refers to.
+*Nothing here waits for a process that waits for us.* execve(2) holds the process's ``exec_update_lock`` while it
+closes close-on-exec descriptors, and each of those closes is a FLUSH that waits for the daemon. On such a process
+these wait (Linux 6.18): ``stat``, ``task/*/stat``, readlink of ``fd/N`` and whatever follows that link, ``environ``,
+``io``, ``wchan``, kcmp(2). These answer at once: ``status``, ``comm``, ``children``, ``fdinfo/N``, the listings of ``fd``
+and ``task``, lstat of ``fd/N``. So open files are told by their fdinfo alone; ``stat`` is read only of a process that
+has no files any more (``FDSize`` 0: it exits, and an exec is over), of the caller of an open (it is in that call), or
+with a bound (`vaultfs.patience`).
 
 *Cheapest test first.* The permission bits of the link ``/proc/PID/fd/N`` itself are the access mode of the open
-file (``fs/proc/fd.c``, ``tid_fd_update_inode``), so one lstat of the link (1.2 µs) sorts out what is only read; the
-text of the link (1 µs) sorts out sockets and pipes; statx (4.3 µs) is left for the rest. ``fdinfo`` is not needed.
-A link's text is used for nothing else: it is wrong across mount namespaces.
+file (``fs/proc/fd.c``, ``tid_fd_update_inode``): one lstat sorts out what is only read; fdinfo tells mount and inode.
 
 *A process may be gone between any two steps.* Then every function gives what its docstring says for that, and
 raises nothing. A pid that was used again is recognized by `start_time`, which callers keep beside the pid.
@@ -17,7 +19,8 @@ raises nothing. A pid that was used again is recognized by `start_time`, which c
 A thread group whose leader thread has ended (``pthread_exit`` in ``main``) looks dead in ``/proc/PID``: state Z, no
 descriptors. Its other threads still have everything; the functions here look at them before they believe it.
 
-Sources: proc_pid_stat(5), proc_pid_fd(5), kcmp(2), the kernel's ``fs/proc/array.c`` and ``kernel/exit.c``.
+Sources: proc_pid_stat(5), proc_pid_status(5), proc_pid_fdinfo(5), kcmp(2), the kernel's ``fs/exec.c``,
+``fs/proc/array.c`` and ``kernel/exit.c``.
 """
 
 from __future__ import annotations
@@ -28,6 +31,7 @@ import stat
 from collections.abc import Container, Iterator, Sequence
 
 from vaultfs import kernel
+from vaultfs.patience import within
 
 __all__ = [
     "ancestors",
@@ -35,8 +39,10 @@ __all__ = [
     "closes_on_exec",
     "descendants",
     "distinct_open_files",
+    "exists",
     "is_dumping_core",
     "is_exiting",
+    "is_still",
     "program",
     "start_time",
     "thread_group",
@@ -48,11 +54,11 @@ PF_DUMPCORE = 0x200
 
 # Positions in /proc/PID/stat counted from the state, which is field 3 and the first after the name.
 _STATE = 0
-_PARENT = 1
 _FLAGS = 6
 _START_TIME = 19
 _EXIT_CODE = 49
 
+PATIENCE = 0.03  # seconds that a look may take which waits while the process is in execve(2)
 _MANY = 4096  # more generations or descendants than any save needs; a bound, so that no fork bomb holds up a close
 
 _GONE = (errno.ENOENT, errno.ESRCH, errno.ENOTDIR)
@@ -85,6 +91,15 @@ def _stat_fields(path: str) -> list[bytes]:
     return text[text.rfind(b")") + 2 :].split() if text else []
 
 
+def _status(tid: int, field: bytes) -> int | None:
+    """A number of ``/proc/TID/status``, which never waits; None if there is no such thread."""
+    text = _read(f"/proc/{tid}/status")
+    start = text.find(b"\n" + field + b":")
+    if start < 0:
+        return None
+    return int(text[start + len(field) + 2 : text.index(b"\n", start + 1)])
+
+
 def _threads(pid: int) -> list[str]:
     try:
         return os.listdir(f"/proc/{pid}/task")
@@ -99,13 +114,14 @@ def thread_group(tid: int) -> int:
 
     The kernel tells a FUSE daemon the *thread* that makes a request (`ctx.pid`).
     """
-    text = _read(f"/proc/{tid}/status")
-    start = text.find(b"\nTgid:")
-    return int(text[start + 6 : text.index(b"\n", start + 6)]) if start >= 0 else 0
+    return _status(tid, b"Tgid") or 0
 
 
 def start_time(pid: int) -> int:
-    """When `pid` began, in clock ticks since boot; 0 if it is gone. With the pid it names one process for ever."""
+    """When `pid` began, in clock ticks since boot; 0 if it is gone. With the pid it names one process for ever.
+
+    Waits while that process is in execve(2): only for the caller of a request that is no FLUSH, or with a bound.
+    """
     fields = _stat_fields(f"/proc/{pid}/stat")
     return int(fields[_START_TIME]) if fields else 0
 
@@ -119,23 +135,37 @@ def program(pid: int) -> str:
     return _read(f"/proc/{pid}/comm").removesuffix(b"\n").decode("utf-8", "backslashreplace")
 
 
-def ancestors(pid: int) -> Iterator[int]:
-    """The parent of `pid`, its parent, and so on to init; ends early where one is gone.
+def exists(pid: int) -> bool:
+    """False only if there is certainly no process `pid`."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
 
-    A parent that began after its child is not its parent but a pid used again: the walk ends there.
+
+def is_still(pid: int, started: int) -> bool:
+    """Whether `pid` is still the process that began at `started`, as far as can be told without waiting for it.
+
+    A process with open files is believed by its number (numbers come again after millions); one that has none, and so
+    is ending, is looked at.
     """
-    fields = _stat_fields(f"/proc/{pid}/stat")
+    files = _status(pid, b"FDSize")
+    if files is None:
+        return False
+    return files > 0 or start_time(pid) == started
+
+
+def ancestors(pid: int) -> Iterator[int]:
+    """The parent of `pid`, its parent, and so on to init; ends early where one is gone."""
     for _ in range(_MANY):
-        if not fields:
-            return
-        parent = int(fields[_PARENT])
-        if parent == 0:
-            return
-        parent_fields = _stat_fields(f"/proc/{parent}/stat")
-        if not parent_fields or int(parent_fields[_START_TIME]) > int(fields[_START_TIME]):
+        parent = _status(pid, b"PPid")
+        if not parent:
             return
         yield parent
-        fields = parent_fields
+        pid = parent
 
 
 def descendants(pid: int) -> list[int]:
@@ -187,37 +217,37 @@ def _children_by_parent() -> dict[int, list[int]]:
     result: dict[int, list[int]] = {}
     for name in os.listdir("/proc"):
         if name.isdigit():
-            fields = _stat_fields(f"/proc/{name}/stat")
-            if fields:
-                result.setdefault(int(fields[_PARENT]), []).append(int(name))
+            parent = _status(int(name), b"PPid")
+            if parent:
+                result.setdefault(parent, []).append(int(name))
     return result
 
 
-def write_descriptors(pid: int, dev: int, inos: Container[int]) -> list[int] | None:
-    """The descriptors of process `pid` that are open for writing on a file with `dev` and one of `inos`.
+def write_descriptors(pid: int, mount_id: int, dev: int, inos: Container[int]) -> list[int] | None:
+    """The descriptors of process `pid` that are open for writing on a file of the mount with one of the numbers `inos`.
 
-    `dev` is the ``st_dev`` of the mount and `inos` the numbers that were sent to the kernel for the inodes in question
-    (``AT_STATX_DONT_SYNC`` shows the last one that it took). Descriptors opened with O_PATH do not count.
+    `mount_id` is the mount's (statx(2), ``stx_mnt_id``), `dev` its ``st_dev`` as ``makedev`` makes it; `inos` are the
+    numbers that were sent to the kernel for the inodes in question: fdinfo shows the last one that it took.
 
     Returns an empty list if the process is gone, has let go of all its files (it exits) or never had it, and None
     if it cannot be looked into (another user's, or one that forbids it): then nothing is known.
     """
-    result = _write_descriptors(f"/proc/{pid}/fd", dev, inos)
-    if result or not _is_ending(pid):
+    result = _write_descriptors(f"/proc/{pid}", mount_id, dev, inos)
+    if result or _status(pid, b"FDSize"):
         return result
-    # Of a thread that ends nothing can be learned: it holds nothing, and belongs to root in /proc. Others may live on.
+    # Of a thread without files nothing can be learned, and it belongs to root in /proc. Others may live on.
     for tid in map(int, _threads(pid)):
         if tid != pid:
-            result = _write_descriptors(f"/proc/{pid}/task/{tid}/fd", dev, inos)
-            if result or not _is_ending(tid):
+            result = _write_descriptors(f"/proc/{pid}/task/{tid}", mount_id, dev, inos)
+            if result or _status(tid, b"FDSize"):
                 return result
     return []  # all are on their way out, or gone: everything will be closed
 
 
-def _write_descriptors(directory: str, dev: int, inos: Container[int]) -> list[int] | None:
+def _write_descriptors(process: str, mount_id: int, dev: int, inos: Container[int]) -> list[int] | None:
     """The same, of one thread's table; None also if it could not be listed for whatever other reason."""
     try:
-        table = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        table = os.open(process + "/fd", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except OSError as error:
         if error.errno in _GONE:
             return []
@@ -229,12 +259,11 @@ def _write_descriptors(directory: str, dev: int, inos: Container[int]) -> list[i
         found = []
         for name in os.listdir(table):
             try:
-                if os.stat(name, dir_fd=table, follow_symlinks=False).st_mode & stat.S_IWUSR and _may_be_file(
-                    name, table
-                ):
-                    status = kernel.statx(table, name.encode(), kernel.AT_STATX_DONT_SYNC | kernel.AT_NO_AUTOMOUNT)
-                    if status.dev == dev and status.ino in inos:
-                        found.append(int(name))
+                if not os.stat(name, dir_fd=table, follow_symlinks=False).st_mode & stat.S_IWUSR:
+                    continue
+                mount, ino = _place(f"{process}/fdinfo/{name}")
+                if ino in inos and (mount == mount_id or _is_mount_of(mount, dev)):
+                    found.append(int(name))
             except OSError as error:
                 if error.errno not in _GONE:  # forbidden, or whatever else hides one: it could be the one asked for
                     return None
@@ -250,14 +279,35 @@ def _write_descriptors(directory: str, dev: int, inos: Container[int]) -> list[i
         os.close(table)
 
 
-def _may_be_file(name: str, table: int) -> bool:
-    """False for ``socket:[1]``, ``pipe:[1]``, ``anon_inode:…``: what has no path at all."""
+def _place(fdinfo: str) -> tuple[int, int]:
+    """(mount id, inode number) of an open file. Raises OSError."""
+    descriptor = os.open(fdinfo, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        return os.readlink(name, dir_fd=table).startswith("/")
-    except OSError as error:
-        if error.errno == errno.ENAMETOOLONG:  # a path longer than a page has a link text that cannot be read
-            return True
-        raise
+        text = os.read(descriptor, 4096)
+    finally:
+        os.close(descriptor)
+    mount = ino = -1
+    for line in text.split(b"\n", 4)[:4]:
+        key, _, value = line.partition(b":")
+        if key == b"mnt_id":
+            mount = int(value)
+        elif key == b"ino":
+            ino = int(value)
+    return mount, ino
+
+
+def _is_mount_of(mount: int, dev: int) -> bool:
+    """Whether the mount with id `mount` shows the file system `dev`: a bind mount of it does.
+
+    A mount of another namespace is not in our table; it is taken for one, so that a save waits rather than is cut.
+    """
+    device = b"%d:%d" % (os.major(dev), os.minor(dev))
+    with open("/proc/self/mountinfo", "rb") as table:
+        for line in table:
+            words = line.split(b" ", 3)
+            if int(words[0]) == mount:
+                return words[2] == device
+    return True
 
 
 def closes_on_exec(pid: int, fd: int) -> bool:
@@ -276,8 +326,17 @@ def distinct_open_files(pid: int, fds: Sequence[int]) -> int | None:
     """How many separate opens the descriptors `fds` of process `pid` are: duplicates of one another count once.
 
     A descriptor closed meanwhile does not count. None if the kernel does not tell (kcmp(2) without the right to
-    trace the process, in a sandbox, or not built in).
+    trace the process, in a sandbox, or not built in), or does not within a moment (the process is in execve(2)).
     """
+    if len(fds) < 2:
+        return len(fds)
+    try:
+        return within(PATIENCE, lambda: _distinct_open_files(pid, fds))
+    except TimeoutError:
+        return None
+
+
+def _distinct_open_files(pid: int, fds: Sequence[int]) -> int | None:
     tid = pid
     try:
         if fds and not _is_open(pid, fds[0]):  # that one was closed, or the leader thread is gone and has no files
@@ -311,8 +370,11 @@ def death_signal(pid: int) -> int:
 
     PF_SIGNALED is not asked: it also shows on the threads of a process that exits normally. A process that catches
     the signal and exits gives 0: it had its say. 0 too where the kernel hides exit codes from us (another user's
-    process): whoever cannot look into a process does not publish at its FLUSH anyway.
+    process): whoever cannot look into a process does not publish at its FLUSH anyway. A process that still has files
+    is not dying: those go first (``kernel/exit.c``), and only then does its ``stat`` wait for nobody.
     """
+    if _status(pid, b"FDSize"):
+        return 0
     fields = _stat_fields(f"/proc/{pid}/stat")
     if not fields or not int(fields[_FLAGS]) & PF_EXITING:
         return 0

@@ -134,7 +134,7 @@ class Saves:
                 return draft
         for ancestor in procs.ancestors(opener.pid):
             for draft, holder in open_replacements:
-                if holder.pid == ancestor and procs.start_time(ancestor) == holder.start_time:
+                if holder.pid == ancestor:
                     return draft
         return None
 
@@ -242,9 +242,12 @@ class Saves:
 
     # --- publishing -------------------------------------------------------------------------------------------
 
-    async def publish(self, draft: Draft, *, path_call: bool = False, late: bool = False) -> None:
+    async def publish(
+        self, draft: Draft, *, path_call: bool = False, late: bool = False, timeout: float | None = None
+    ) -> None:
         """Put the draft at its name. `path_call`: truncate(path) and rename hear EBUSY for a conflict, since the
-        kernel would repeat an ESTALE and the program never hear of it. `late`: long after the last write.
+        kernel would repeat an ESTALE and the program never hear of it. `late`: long after the last write. `timeout`:
+        seconds to wait for the lock, None for the mount's `lock-timeout`.
         """
         draft.promises += 1  # nobody may end it, and close what a thread is syncing, while we are at it
         try:
@@ -252,7 +255,7 @@ class Saves:
                 if draft.name is None:  # unlinked: its content goes with its last handle
                     draft.changed = False
                 if draft.changed:
-                    await self._publish_saving(draft, late=late)
+                    await self._publish_saving(draft, late=late, timeout=timeout)
         except ConflictError as error:
             self._context.counters["conflicts"] += 1
             if path_call:
@@ -286,7 +289,7 @@ class Saves:
     def durability(self, path: bytes) -> Durability:
         return Durability(self._context.options.durability_of(os.fsdecode(path)))
 
-    async def _publish_saving(self, draft: Draft, *, late: bool) -> None:
+    async def _publish_saving(self, draft: Draft, *, late: bool, timeout: float | None) -> None:
         """Sync the draft, wait for the path lock, put it at its name; again while it is written to in between."""
         context = self._context
         context.assert_writable()
@@ -305,7 +308,7 @@ class Saves:
             if durability is not Durability.RELAXED:
                 await in_thread(sync_draft, file, durability)
             put = partial(self._put_if_unchanged, draft, writes, late=late, last=attempt == SYNC_ATTEMPTS - 1)
-            if await context.while_locked(paths, put, saver=draft.writer):
+            if await context.while_locked(paths, put, saver=draft.writer, timeout=timeout):
                 return
 
     def _put_if_unchanged(self, draft: Draft, writes: int, *, late: bool, last: bool) -> bool:
@@ -494,9 +497,15 @@ class Saves:
         if draft.size == 0 and draft.kind == "new":
             file.discard()
         else:
-            kept = file.keep(reason)
-            self._context.counters["kept"] += 1
-            log.info("%s: its draft is kept as %s: %s", printable(kept.target), kept.id, reason)
+            try:
+                kept = file.keep(reason)
+            except OSError as error:
+                # It stays staged, under its name and with its record, and the next mount's recovery keeps it.
+                log.error("%s: its draft could not be moved to the kept ones: %s", printable(file.path), error)
+                file.close()
+            else:
+                self._context.counters["kept"] += 1
+                log.info("%s: its draft is kept as %s: %s", printable(kept.target), kept.id, reason)
         self._drop_claim(draft)
 
     def _drop_claim(self, draft: Draft) -> None:
@@ -504,14 +513,16 @@ class Saves:
         name = draft.name
         if name is None or name.claim is None or draft.kind != "new":
             return
-        path = name.path()
         claim, name.claim = name.claim, None
         try:
+            path = name.path()
             status = self._context.root.stat(path)
             if claim.same_object(FileIdentity.from_stat(status)) and status.st_size == 0:
                 self._context.root.unlink(path)
-        except FileNotFoundError:
-            pass  # somebody else removed it: just as well
+        except (VaultError, OSError) as error:
+            # Removed by somebody else, or not to be reached: an empty file may stay, which is all that it is.
+            log.debug("an empty claim stays: %s", error)
+            return
         self._context.drafts.unclaim(path)
 
     def _supersede_refused(self, name: Name, winner: Draft) -> None:
@@ -533,24 +544,25 @@ class Saves:
         for draft in sorted(self._context.inodes.drafts(), key=lambda one: one.last_write, reverse=True):
             if draft.refused is None or draft.handles or draft.name is None:
                 continue
-            if not draft.changed or draft.file is None:
-                self.end_if_unused(draft)
-                continue
-            path = draft.name.path()
-            if self._name_changed(draft, path):
-                self.keep(draft, f"{draft.refused}; meanwhile the name holds another version")
-                self.end_if_unused(draft)
-                continue
             try:
-                await self.publish(draft, late=True)
+                await self._retry(draft)
+            except LockBusyError:
+                continue  # the next pass tries again
             except (VaultError, OSError) as error:
-                if not isinstance(error, LockBusyError):
-                    if draft.changed:
-                        self.keep(draft, str(error))
-                    self.end_if_unused(draft)
-                continue
-            log.info("%s: saved at last", printable(path))
+                # The place is gone, or holds what no draft may replace: that does not mend itself.
+                if draft.changed:
+                    self.keep(draft, str(error))
             self.end_if_unused(draft)
+
+    async def _retry(self, draft: Draft) -> None:
+        if not draft.changed or draft.file is None or draft.name is None:
+            return
+        path = draft.name.path()
+        if self._name_changed(draft, path):
+            self.keep(draft, f"{draft.refused}; meanwhile the name holds another version")
+            return
+        await self.publish(draft, late=True, timeout=0.0)
+        log.info("%s: saved at last", printable(path))
 
     def _name_changed(self, draft: Draft, path: bytes) -> bool:
         assert draft.name is not None
@@ -632,7 +644,7 @@ class Saves:
     @staticmethod
     def _openers_gone(draft: Draft) -> bool:
         return all(
-            handle.opener is None or procs.start_time(handle.opener.pid) != handle.opener.start_time
+            handle.opener is None or not procs.is_still(handle.opener.pid, handle.opener.start_time)
             for handle in draft.handles
         )
 

@@ -22,7 +22,7 @@ import logging
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from contextlib import ExitStack
 from typing import Protocol
 
@@ -33,7 +33,7 @@ import trio
 import vaultfs
 from vaultfs.config import MountOptions
 from vaultfs.drafts import Drafts, KeptDraft
-from vaultfs.errors import LookAgainError, MountFailedError, VaultError, VaultGoneError
+from vaultfs.errors import LookAgainError, MountFailedError, VaultGoneError
 from vaultfs.kernel import AT_FDCWD, AT_NO_AUTOMOUNT, AT_STATX_DONT_SYNC, statx
 from vaultfs.locks import Fence, PathLocks
 from vaultfs.mount import remarks
@@ -213,9 +213,8 @@ class Mount:
                 nursery.start_soon(self._take_signals)
                 nursery.start_soon(self._loop_then_cancel, nursery.cancel_scope)
                 await self._await_answer()
-                context.device = statx(
-                    AT_FDCWD, os.fsencode(options.mountpoint), AT_STATX_DONT_SYNC | AT_NO_AUTOMOUNT
-                ).dev
+                mounted = statx(AT_FDCWD, os.fsencode(options.mountpoint), AT_STATX_DONT_SYNC | AT_NO_AUTOMOUNT)
+                context.device, context.mount_id = mounted.dev, mounted.mnt_id
                 invalidator.start()
                 context.invalidator = invalidator
                 if not options.shared:
@@ -226,9 +225,13 @@ class Mount:
                 if not options.ro and announcer.start():
                     context.announcer = announcer
                 attendant.start()
-                nursery.start_soon(self._keep_house)
+                nursery.start_soon(self._every, HOUSEKEEPING, self._expire_redirects)
+                nursery.start_soon(self._every, HOUSEKEEPING, self.saves.publish_idle)
+                nursery.start_soon(self._every, 2 * HOUSEKEEPING, self.saves.retry_refused)
+                nursery.start_soon(self._every, HOUSEKEEPING, self._care_for_locks)
+                nursery.start_soon(self._every, 20 * HOUSEKEEPING, self._sweep)
                 if self._fence is not None:
-                    nursery.start_soon(self._beat)
+                    nursery.start_soon(self._every, HEARTBEAT, self._beat)
                 nursery.start_soon(self._stop_when_asked)
                 ready()
                 log.info("serving %s at %s", options.vault, options.mountpoint)
@@ -283,37 +286,34 @@ class Mount:
             await self._end_hints(self.context.invalidator)  # while requests are still answered: both make some
         pyfuse3.terminate()
 
-    async def _keep_house(self) -> None:
-        passes = 0
+    async def _every(self, seconds: float, care: Callable[[], Awaitable[None]]) -> None:
+        """Do `care` again and again. What goes wrong in it is logged and ends neither it nor the mount."""
         while True:
-            await trio.sleep(HOUSEKEEPING)
-            passes += 1
+            await trio.sleep(seconds)
             try:
-                for draft in self.context.redirects.expire():
-                    self.saves.end_if_unused(draft)
-                await self.saves.publish_idle()
-                if passes % 2 == 0:
-                    await self.saves.retry_refused()
-                self.context.locks.heartbeat()
-                self.context.reserve.restore()
-                if passes % 20 == 0:
-                    self.context.drafts.sweep()
-            except (VaultError, OSError) as error:
-                # One file's trouble must not end the care for the others; the next pass looks again.
-                log.error("housekeeping: %s", error)
+                await care()
+            except Exception:
+                log.exception("%s failed", getattr(care, "__name__", "housekeeping"))
+
+    async def _expire_redirects(self) -> None:
+        for draft in self.context.redirects.expire():
+            self.saves.end_if_unused(draft)
+
+    async def _care_for_locks(self) -> None:
+        self.context.locks.heartbeat()
+        self.context.reserve.restore()
+
+    async def _sweep(self) -> None:
+        self.context.drafts.sweep()
 
     async def _beat(self) -> None:
         assert self._fence is not None
-        while True:
-            await trio.sleep(HEARTBEAT)
-            try:
-                self._fence.heartbeat()
-            except VaultGoneError as error:
-                if self.context.read_only_reason is None:
-                    self.context.read_only_reason = error.message
-                    log.error("the vault takes no more writes: %s", error)
-            except OSError as error:
-                log.error("the fence could not be renewed: %s", error)
+        try:
+            self._fence.heartbeat()
+        except VaultGoneError as error:
+            if self.context.read_only_reason is None:
+                self.context.read_only_reason = error.message
+                log.error("the vault takes no more writes: %s", error)
 
     async def _settle(self) -> None:
         self.files.close_all()
