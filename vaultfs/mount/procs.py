@@ -5,10 +5,10 @@ The mount decides by these facts whether a save is complete, so they are asked o
 *Nothing here waits for a process that waits for us.* execve(2) holds the process's ``exec_update_lock`` while it
 closes close-on-exec descriptors, and each of those closes is a FLUSH that waits for the daemon. On such a process
 these wait (Linux 6.18): ``stat``, ``task/*/stat``, readlink of ``fd/N`` and whatever follows that link, ``environ``,
-``io``, ``wchan``, kcmp(2). These answer at once: ``status``, ``comm``, ``children``, ``fdinfo/N``, the listings of ``fd``
-and ``task``, lstat of ``fd/N``. So open files are told by their fdinfo alone; ``stat`` is read only of a process that
-has no files any more (``FDSize`` 0: it exits, and an exec is over), of the caller of an open (it is in that call), or
-with a bound (`vaultfs.patience`).
+``io``, ``wchan``, kcmp(2). These answer at once: ``status``, ``comm``, ``children``, ``fdinfo/N``, the listings of
+``fd`` and ``task``, lstat of ``fd/N``. So open files are told by their fdinfo alone; ``stat`` is read only of a process
+that has no files any more (``FDSize`` 0: it exits, and an exec is over), of the caller of an open (it is in that call),
+or with a bound (`vaultfs.patience`).
 
 *Cheapest test first.* The permission bits of the link ``/proc/PID/fd/N`` itself are the access mode of the open
 file (``fs/proc/fd.c``, ``tid_fd_update_inode``): one lstat sorts out what is only read; fdinfo tells mount and inode.
@@ -382,7 +382,7 @@ def death_signal(pid: int) -> int:
 
 
 def is_exiting(pid: int) -> bool:
-    """Whether process `pid` is on its way out in all its threads, a zombie, or gone."""
+    """Whether process `pid` is on its way out in all its threads, a zombie, or gone. May wait as `start_time` does."""
     return _is_ending(pid) and all(_is_ending(int(tid)) for tid in _threads(pid) if int(tid) != pid)
 
 
