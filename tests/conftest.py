@@ -8,6 +8,7 @@ everything is torn down without further questions, so that the next test starts 
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from typing import Any
@@ -27,6 +28,11 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
     if report.when == "call":
         item.stash[_PASSED] = report.passed
     return report  # type: ignore[return-value]
+
+
+def pytest_configure() -> None:
+    # Whoever stops the tests (timeout, a CI runner) wants the mounts gone too: end as Ctrl-C does, with the fixtures.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
 
 
 @pytest.fixture

@@ -102,27 +102,55 @@ def is_served(path: Path) -> bool:
     return line is not None and line.partition(" - ")[2].startswith("fuse")
 
 
-def processes_with(token: str) -> list[int]:
-    """The pids of the living processes that carry `token` in their environment (zombies have none)."""
-    needle = f"{TOKEN_VARIABLE}={token}".encode()
-    found = []
-    for entry in os.listdir("/proc"):
-        if entry.isdigit() and int(entry) != os.getpid():
-            try:
-                environment = Path("/proc", entry, "environ").read_bytes()
-            except OSError:
-                continue  # ended meanwhile, or somebody else's: not one of ours then
-            if needle in environment.split(b"\0"):
-                found.append(int(entry))
-    return found
+def _status_of(pid: int) -> dict[str, str]:
+    """/proc/PID/status: the one file there that nobody ever has to wait for.
+
+    The others (environ, stat, the links in fd) wait for a process that is in execve(2), and that one may be waiting for
+    a mount that hangs: then whoever looked at all processes of the machine would hang with it.
+    """
+    try:
+        lines = Path("/proc", str(pid), "status").read_text(errors="replace").splitlines()
+    except OSError:
+        return {}  # ended meanwhile
+    return {key: value.strip() for key, _, value in (line.partition(":") for line in lines)}
+
+
+def is_running(pid: int) -> bool:
+    """Does `pid` live? A zombie does not."""
+    return _status_of(pid).get("State", "Z")[0] not in "ZX"
 
 
 def parent_of(pid: int) -> int:
     """The pid of the process that started `pid`; 0 if that one is gone."""
-    try:
-        return int(Path("/proc", str(pid), "stat").read_text().rpartition(")")[2].split()[1])
-    except OSError:
-        return 0
+    return int(_status_of(pid).get("PPid", "0"))
+
+
+def adopt_orphans() -> None:
+    """Makes this process the parent of all descendants whose own parents end: so none is lost sight of."""
+    PR_SET_CHILD_SUBREAPER = 36  # prctl(2)
+    if ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER)")
+
+
+def descendants() -> list[int]:
+    """The living processes below this one."""
+    children: dict[int, list[int]] = {}
+    for entry in os.listdir("/proc"):
+        if entry.isdigit():
+            children.setdefault(parent_of(int(entry)), []).append(int(entry))
+    found: list[int] = []
+    waiting = [os.getpid()]
+    while waiting:
+        below = children.get(waiting.pop(), [])
+        found.extend(pid for pid in below if is_running(pid))
+        waiting.extend(below)
+    return found
+
+
+def processes_with(token: str) -> list[int]:
+    """The pids of the living descendants of this process that carry `token` in their environment."""
+    needle = f"{TOKEN_VARIABLE}={token}".encode()
+    return [pid for pid in descendants() if needle in _environment_of(pid).split(b"\0")]
 
 
 def describe(pid: int) -> str:
@@ -460,6 +488,7 @@ class MountedVault:
         self.options = options
         self.background = background
         self.token = uuid.uuid4().hex
+        adopt_orphans()
         self._daemon_words = list(daemon) if daemon is not None else None
         self._clients: list[Client] = []
         self._watchers: list[Watcher] = []
@@ -851,12 +880,13 @@ class MountedVault:
     def _assert_ended(self) -> None:
         assert not is_served(self.mnt), "still mounted after unmounting"
         if self.background:
-            # A zombie has ended: whoever adopted it may take its time to notice.
-            assert _has_ended(self.pid), "vaultfs umount returned, but the daemon lives"
+            assert not is_running(self.pid), "vaultfs umount returned, but the daemon lives"
+            with suppress(ChildProcessError):  # adopted by us when its parent ended, unless it had another to go to
+                os.waitpid(self.pid, os.WNOHANG)
         else:
             assert self._process is not None
             # Our own child stays a zombie until we wait for it: gone means that it does not run any more.
-            assert _has_ended(self._process.pid), "vaultfs umount returned, but the daemon still runs"
+            assert not is_running(self._process.pid), "vaultfs umount returned, but the daemon still runs"
             code = self._process.wait(GUARD)
             assert code == 0, f"the daemon ended with {code}: {self.log_text()}"
         self._finished = True
@@ -906,7 +936,7 @@ class MountedVault:
 
     def _kill_daemon(self) -> None:
         for pid in {self.pid, self._process.pid if self._process is not None else 0} - {0}:
-            if TOKEN_VARIABLE.encode() + b"=" + self.token.encode() in _environment_of(pid):
+            if parent_of(pid) == os.getpid():  # ours still, and not a number that somebody else has now
                 with suppress(ProcessLookupError):  # ended by itself meanwhile
                     os.kill(pid, signal.SIGKILL)
 
@@ -933,13 +963,6 @@ class MountedVault:
         os.close(self._behind_fd)
         if not is_served(self.mnt):
             shutil.rmtree(self.base, ignore_errors=True)
-
-
-def _has_ended(pid: int) -> bool:
-    try:
-        return Path("/proc", str(pid), "stat").read_text().rpartition(")")[2].split()[0] in "ZX"
-    except OSError:
-        return True
 
 
 def _environment_of(pid: int) -> bytes:

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from tests.mount.harness import (
+    GUARD,
     Client,
     MountedVault,
     drop_lock,
@@ -282,6 +283,57 @@ def test_a_descriptor_handed_to_a_descendant_is_published_when_that_one_lets_go(
     client.say()
     client.result()
     eventually(lambda: mounted.read_behind("f.txt") == b"early\nlate\n", "the descendant's save is published")
+    assert watcher.publishes("f.txt") == 1
+
+
+def _become_another(path: str, rounds: int) -> None:
+    """Programs that become others by execve(2) while their file is open close-on-exec: the close comes from inside."""
+    import os
+
+    for number in range(rounds):
+        pid = os.fork()
+        if pid == 0:
+            fd = os.open(path, os.O_WRONLY | os.O_TRUNC)
+            os.write(fd, b"%d" % number)
+            os.execvp("true", ["true"])
+        assert os.waitpid(pid, 0)[1] == 0
+
+
+def test_a_program_that_becomes_another_has_saved_what_it_does_not_take_along(mounted: MountedVault) -> None:
+    """While it is in execve(2), all who look into its /proc wait for it: a daemon that did would wait for itself."""
+    mounted.put_behind("f.txt", "old")
+    mounted.call(_become_another, mounted.mnt / "f.txt", 50, guard=GUARD / 2)
+    eventually(lambda: mounted.read_behind("f.txt") == b"49", "the save is published")
+    assert mounted.read("f.txt") == b"49"
+
+
+def test_a_program_that_becomes_another_saves_what_it_takes_along_when_that_one_ends(mounted: MountedVault) -> None:
+    mounted.put_behind("f.txt", "old")
+    watcher = mounted.watch_behind()
+    client = mounted.spawn_shell("exec 3>f.txt; echo before >&3; exec bash -c 'echo said; read _; echo after >&3'")
+    client.hear()
+    assert mounted.read("f.txt") == mounted.read_behind("f.txt") == b"old"
+    client.say()
+    client.result()
+    assert mounted.read("f.txt") == mounted.read_behind("f.txt") == b"before\nafter\n"
+    assert watcher.publishes("f.txt") == 1
+
+
+def test_children_that_become_others_do_not_hold_up_the_parent_that_writes(mounted: MountedVault) -> None:
+    def write_between(path: str) -> None:
+        import subprocess
+
+        with open(path, "w") as file:
+            for number in range(60):
+                file.write(f"{number}\n")
+                file.flush()
+                subprocess.Popen(["true"], close_fds=False).wait()
+                subprocess.Popen(["true"], pass_fds=[file.fileno()]).wait()
+
+    mounted.put_behind("f.txt", "old")
+    watcher = mounted.watch_behind()
+    mounted.call(write_between, mounted.mnt / "f.txt", guard=GUARD / 2)
+    assert mounted.read_behind("f.txt") == b"".join(b"%d\n" % number for number in range(60))
     assert watcher.publishes("f.txt") == 1
 
 
