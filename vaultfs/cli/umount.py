@@ -36,10 +36,11 @@ from vaultfs.errors import (
     printable,
 )
 from vaultfs.mountinfo import MountEntry, mount_at, unmount
-from vaultfs.patience import real_path
+from vaultfs.patience import real_path, within
 
 __all__ = ["configure", "run"]
 
+_LOOK = 5.0  # seconds to find out who uses the mount
 _GRACE = 1.0  # seconds for those who merely look
 _UNASKED = 3.0  # seconds for a daemon to notice by itself that its mount is gone
 _SHOWN = 20
@@ -139,7 +140,11 @@ def _unmount(mount: MountEntry, *, lazy: bool = False) -> bool:
 
 
 def _busy(mount: MountEntry, entry: Entry | None, writing: list[str]) -> BusyMountError:
-    holders, unseen = find_holders(mount, except_pid=entry.pid if entry is not None else 0)
+    daemon = entry.pid if entry is not None else 0
+    try:
+        holders, unseen = within(_LOOK, lambda: find_holders(mount, except_pid=daemon))
+    except TimeoutError:  # a process that is stuck in the kernel can hold up whoever looks at it
+        holders, unseen = [], 0
     for holder in holders[:_SHOWN]:
         tell(f"in use: {holder.program} (pid {holder.pid}) {holder.what}" if holder.pid else f"in use: {holder.what}")
     if len(holders) > _SHOWN:

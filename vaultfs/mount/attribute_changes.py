@@ -17,7 +17,7 @@ from vaultfs.errors import (
     HardLinkedError,
     LookAgainError,
 )
-from vaultfs.mount.attributes import path_descriptor
+from vaultfs.mount.attributes import open_same_directory, path_descriptor
 from vaultfs.mount.context import MountContext
 from vaultfs.mount.files import Files
 from vaultfs.mount.inodes import Directory, Draft, Inode, Link, LiveFile, Version
@@ -113,7 +113,7 @@ class AttributeChanges:
         if isinstance(inode, LiveFile):
             descriptor = self._context.root.open_file(inode.name.path(), os.O_PATH)
         elif isinstance(inode, Directory):
-            descriptor = self._context.root.open_directory(inode.path())
+            descriptor = open_same_directory(self._context.root, inode)
         else:
             assert isinstance(inode, Link)
             self._set_on_link(inode, wanted, fields)

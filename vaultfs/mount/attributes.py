@@ -18,10 +18,10 @@ import pyfuse3
 
 from vaultfs.errors import LookAgainError
 from vaultfs.identity import FileIdentity
-from vaultfs.mount.inodes import Version
+from vaultfs.mount.inodes import Directory, Version
 from vaultfs.root import VaultRoot
 
-__all__ = ["KEPT_BRIEFLY", "KEPT_LONG", "entry_attributes", "path_descriptor"]
+__all__ = ["KEPT_BRIEFLY", "KEPT_LONG", "entry_attributes", "open_same_directory", "path_descriptor"]
 
 KEPT_LONG = 3600.0  # seconds; outside changes are told to the kernel as they are seen
 KEPT_BRIEFLY = 1.0  # seconds, where outside changes cannot be watched
@@ -63,3 +63,13 @@ def path_descriptor(root: VaultRoot, version: Version) -> Iterator[int]:
         yield descriptor
     finally:
         os.close(descriptor)
+
+
+def open_same_directory(root: VaultRoot, directory: Directory) -> int:
+    """A descriptor of exactly this directory. Raises LookAgainError if another one stands at its path by now."""
+    descriptor = root.open_directory(directory.path())
+    status = os.fstat(descriptor)
+    if (status.st_dev, status.st_ino) != directory.identity:
+        os.close(descriptor)
+        raise LookAgainError("something else stands there now")
+    return descriptor

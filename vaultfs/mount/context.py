@@ -18,8 +18,8 @@ from __future__ import annotations
 
 import collections
 import logging
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextmanager
 from typing import TYPE_CHECKING, TypeVar, TypeVarTuple, Unpack
 
 import trio
@@ -103,6 +103,7 @@ class MountContext:
         self.read_only_reason: str | None = None
         self.stopping = False
         self.reserve = Reserve(state)
+        self._turns: dict[bytes, trio.Lock] = {}  # path → held by the one who looks at its busy lock
         self._lock_makers: dict[tuple[int, int], Opener] = {}  # (st_dev, st_ino) of a lock directory → who made it
 
     def assert_writable(self) -> None:
@@ -140,11 +141,12 @@ class MountContext:
         limit = self.options.lock_timeout if timeout is None else timeout
         deadline = trio.current_time() + limit
         looks: dict[bytes, Acquisition] = {}
-        try:
+        async with AsyncExitStack() as stack:
+            turn: bytes | None = None
             while True:
                 wanted = sorted(set(paths()))
                 try:
-                    held, wait = self._take_all(wanted, looks, deadline, saver)
+                    held, wait, busy = self._take_all(wanted, looks, deadline, saver)
                 except LockBusyError:
                     if timeout is None:  # what is tried again in the background counts once
                         self.counters["busy"] += 1
@@ -154,18 +156,39 @@ class MountContext:
                         raise
                     looks.clear()
                     continue
-                if wait is None:
+                if busy is None:
                     with _releasing(held), self.changing():
                         return change()
-                await trio.sleep(wait)
+                if turn is None:
+                    turn = busy
+                    await stack.enter_async_context(self._turn(turn, deadline))
+                    looks.clear()  # what was seen before the others' turns is old
+                else:
+                    await trio.sleep(wait)
+
+    @asynccontextmanager
+    async def _turn(self, path: bytes, deadline: float) -> AsyncIterator[None]:
+        """Of all who wait for the lock of `path`, one looks; the others are told when it is their turn.
+
+        Each look reads and judges the lock anew, so a crowd of lookers would keep everybody else from being answered.
+        """
+        turn = self._turns.setdefault(path, trio.Lock())
+        with trio.move_on_at(deadline):
+            await turn.acquire()
+        if turn.statistics().owner is not trio.lowlevel.current_task():
+            self.counters["busy"] += 1
+            raise LockBusyError("others wait for its lock already, which is held", path=path)
+        try:
+            yield
         finally:
-            for look in looks.values():
-                look.cancel()
+            turn.release()
+            if not turn.locked():
+                self._turns.pop(path, None)
 
     def _take_all(
         self, wanted: list[bytes], looks: dict[bytes, Acquisition], deadline: float, saver: Opener | None
-    ) -> tuple[list[HeldLock], float | None]:
-        """All locks of `wanted` and None, or none of them and the seconds to wait before the next look."""
+    ) -> tuple[list[HeldLock], float, bytes | None]:
+        """All locks of `wanted`; or none of them, the seconds to wait before the next look, and the busy path."""
         with ExitStack() as stack:
             held: list[HeldLock] = []
             for path in wanted:
@@ -177,14 +200,15 @@ class MountContext:
                 if step is None:
                     raise LockBusyError(f"its lock is held by {look.holder or 'somebody'}", path=path)
                 if isinstance(step, float | int):
-                    return [], step
+                    return [], step, path
                 del looks[path]
                 held.append(step)
                 stack.callback(step.release)
-            if not all(lock.still_right() for lock in held):
-                return [], 0.0  # what stood in the way of a lock beside the file has gone: take that one
+            for lock in held:
+                if not lock.still_right():  # what stood in the way of a lock beside the file has gone: take that one
+                    return [], 0.0, lock.path
             stack.pop_all()
-            return held, None
+            return held, 0.0, None
 
     def note_lock_made(self, path: bytes, maker: Opener) -> None:
         """`maker` put a directory in place through the mount at `path`, which has a lock's name."""

@@ -262,12 +262,12 @@ class Saves:
                 raise PathCallConflictError(error.message, path=error.path) from error
             raise
         except (VaultError, OSError) as error:
-            self._refuse(draft, error)
+            await self._refuse(draft, error, late=late)
             raise
         finally:
             draft.promises -= 1
 
-    def _refuse(self, draft: Draft, error: VaultError | OSError) -> None:
+    async def _refuse(self, draft: Draft, error: VaultError | OSError, *, late: bool) -> None:
         """Note why the draft is not in; make it and its record durable before the answer goes out."""
         if draft.file is not None and draft.file.finished:
             # It was published, or kept by the publisher, though not everything went well: nothing is left to do.
@@ -279,10 +279,11 @@ class Saves:
             log.info("%s: not saved: %s; its draft is kept", self._shown(draft), error)
         if not isinstance(error, LockBusyError):
             self._context.counters["errors"] += 1
-        draft.refused = error.message if isinstance(error, VaultError) else str(error)
-        if draft.file is not None:
+        draft.refused = error.message if isinstance(error, VaultError) else error.strerror or str(error)
+        file = draft.file
+        if file is not None and not late:  # what is tried again has been made durable at its first refusal
             try:
-                draft.file.mark(DraftState.OPEN, durable=True)
+                await in_thread(_durably, file, DraftState.OPEN)
             except OSError as failure:
                 log.error("%s: its draft could not be made durable: %s", self._shown(draft), failure)
 
@@ -541,13 +542,16 @@ class Saves:
     async def retry_refused(self) -> None:
         """Try again what a busy lock kept out; keep on disk what must not go in any more."""
         # The newest first: it is the one that shall have the name, and those that it supersedes are kept.
+        busy: set[Name] = set()
         for draft in sorted(self._context.inodes.drafts(), key=lambda one: one.last_write, reverse=True):
-            if draft.refused is None or draft.handles or draft.name is None:
+            name = draft.name
+            if draft.refused is None or draft.handles or name is None or name in busy:
                 continue
             try:
                 await self._retry(draft)
             except LockBusyError:
-                continue  # the next pass tries again
+                busy.add(name)  # the next pass tries again
+                continue
             except (VaultError, OSError) as error:
                 # The place is gone, or holds what no draft may replace: that does not mend itself.
                 if draft.changed:
@@ -592,7 +596,7 @@ class Saves:
     async def _make_durable(self, draft: Draft) -> None:
         file = draft.file
         if file is not None:
-            await in_thread(_durably, file)
+            await in_thread(_durably, file, DraftState.DURABLE)
 
     async def _sync_directory(self, name: Name) -> None:
         directory = self._context.root.open_directory(name.parent.path())
@@ -658,8 +662,8 @@ class Saves:
             return printable(draft.name.name)
 
 
-def _durably(file: DraftFile) -> None:
-    file.mark(DraftState.DURABLE, durable=True)
+def _durably(file: DraftFile, state: DraftState) -> None:
+    file.mark(state, durable=True)
 
 
 def _can_reflink(context: MountContext) -> bool:

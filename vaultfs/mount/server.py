@@ -62,6 +62,7 @@ from vaultfs.mount.status import (
 from vaultfs.mount.tree import Tree
 from vaultfs.mount.watch import Invalidator, OutsideWatch
 from vaultfs.mount.xattrs import ExtendedAttributes
+from vaultfs.patience import within
 from vaultfs.root import VaultRoot
 from vaultfs.state import STATE_NAME, StateDirectory
 
@@ -72,6 +73,7 @@ log = logging.getLogger(__name__)
 HOUSEKEEPING = 0.5  # seconds between looks at idle drafts, refused drafts and expired redirects
 HEARTBEAT = 10.0  # seconds; lock-md, "The fence"
 READY_LIMIT = 20.0  # seconds in which a mount has to answer its first statfs
+REMARKS_LIMIT = 5.0  # seconds; they look at other processes, and one that is stuck must not keep the mount
 MOST_TASKS = 1000  # requests under way at once; those that wait for a lock wait in one each
 
 
@@ -118,10 +120,18 @@ def serve(options: MountOptions, *, ready: Callable[[], None], attend: Callable[
         report = drafts.recover(locks)
         if report.anything:
             logging.getLogger("vaultfs.notice").info("%s", report.summary())
-        for remark in remarks.collect(root, options, first_mount=first_mount):
+        for remark in _remarks(root, options, first_mount=first_mount):
             logging.getLogger("vaultfs.notice.remark").info("%s", remark)
         mount = Mount(options, root, state, drafts, locks, fence)
         return mount.run(ready, attend)
+
+
+def _remarks(root: VaultRoot, options: MountOptions, *, first_mount: bool) -> list[str]:
+    """What the user should know; nothing if some process of this machine cannot be looked into in time."""
+    try:
+        return within(REMARKS_LIMIT, lambda: remarks.collect(root, options, first_mount=first_mount))
+    except TimeoutError:
+        return []
 
 
 class Mount:

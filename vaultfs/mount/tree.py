@@ -217,7 +217,17 @@ class Tree:
             gone.st_nlink = 0
             return gone
         status = self._context.root.stat(inode.path())
+        self._assert_same(inode, status)
         return entry_attributes(status, inode.number, entry_timeout=0.0, attr_timeout=KEPT_BRIEFLY)
+
+    @staticmethod
+    def _assert_same(inode: Directory | Link, status: os.stat_result) -> None:
+        """Raises LookAgainError if something else stands at the inode's path by now.
+
+        Answered with the attributes of another type, the kernel would make the inode bad for good.
+        """
+        if (status.st_dev, status.st_ino) != inode.identity:
+            raise LookAgainError("something else stands there now")
 
     def live_status(self, live: LiveFile) -> os.stat_result:
         for handle in live.handles:
@@ -396,7 +406,13 @@ class Tree:
     def read_link(self, link: Link) -> bytes:
         """The link's text, if the policy lets anybody follow it; ELOOP otherwise."""
         path = link.path()
-        target = self._context.root.readlink(path)
+        self._assert_same(link, self._context.root.stat(path))
+        try:
+            target = self._context.root.readlink(path)
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+            raise LookAgainError("no link any more") from error
         assert link.parent is not None
         if not self._context.policy.link_is_contained(target, link.parent.depth):
             raise OSError(errno.ELOOP, "the link leads out of the vault", path)

@@ -12,7 +12,7 @@ import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from vaultfs.mount.attributes import path_descriptor
+from vaultfs.mount.attributes import open_same_directory, path_descriptor
 from vaultfs.mount.context import MountContext
 from vaultfs.mount.inodes import Directory, Draft, Inode, Link, LiveFile, Version
 
@@ -58,7 +58,7 @@ class ExtendedAttributes:
         if isinstance(inode, LiveFile):
             descriptor = self._context.root.open_file(inode.name.path(), os.O_PATH)
         elif isinstance(inode, Directory):
-            descriptor = self._context.root.open_directory(inode.path())
+            descriptor = open_same_directory(self._context.root, inode)
         else:
             raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
         try:
