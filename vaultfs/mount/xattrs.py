@@ -113,14 +113,17 @@ class ExtendedAttributes:
     def remove_xattr(self, inode: Inode, name: bytes) -> None:
         self._assert_xattr_may_change(name)
         below = self._version_below(inode)
-        for path in self._xattr_targets(inode):
+        for position, path in enumerate(self._xattr_targets(inode)):
             try:
                 os.removexattr(path, name)
             except OSError as error:
-                # A draft has none of its own but will take its version's over: noted, so that it does not.
-                if error.errno != errno.ENODATA or below is None or os.fsdecode(name) in self._own_attributes(inode):
+                if error.errno != errno.ENODATA:
                     raise
-                self.get_xattr(below, name)
+                if position > 0:
+                    continue  # the version had it; a draft of its name need not
+                if below is None or os.fsdecode(name) in self._own_attributes(inode):
+                    raise
+                self.get_xattr(below, name)  # a draft that would take it over, and now does not; ENODATA if it has none
         self._note_attribute(inode, name)
 
     @staticmethod
