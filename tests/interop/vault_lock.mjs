@@ -183,12 +183,15 @@ function takeApart(lock, fd, lease, found) {
   if (lease !== undefined && !unlink(inside(lease))) return "lost";
   if (found.raw !== undefined && !unlink(inside(OWNER)) && lease === undefined) return "lost";
   for (const scrap of found.scraps ?? []) unlink(inside(scrap.name));
-  if (!sameDirectory(lock, found.dev, found.ino)) return "lost";
+  // It is decided: whoever takes the name from here on, also over our empty directory, is a successor.
+  if (!sameDirectory(lock, found.dev, found.ino)) return "removed";
   try {
     fs.rmdirSync(lock);
   } catch (error) {
     if (error.code === "ENOENT") return "removed"; // by somebody else
-    if (error.code === "ENOTEMPTY" || error.code === "EEXIST" || error.code === "ENOTDIR") return "left";
+    if (error.code === "ENOTEMPTY" || error.code === "EEXIST" || error.code === "ENOTDIR") {
+      return sameDirectory(lock, found.dev, found.ino) ? "left" : "removed";
+    }
     throw error;
   }
   return "removed";
