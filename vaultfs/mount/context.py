@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, TypeVar, TypeVarTuple, Unpack
 
 import trio
 
-from vaultfs.errors import LockBusyError, VaultError, VaultGoneError
+from vaultfs.errors import LockBusyError, VaultError, VaultGoneError, printable
 from vaultfs.mount import procs
 from vaultfs.mount.reserve import FULL, Reserve
 from vaultfs.patience import within
@@ -198,7 +198,8 @@ class MountContext:
                     look = looks[path] = self.locks.begin(path, left, through=self._own_lock(path, saver))
                 step = look.step()
                 if step is None:
-                    raise LockBusyError(f"its lock is held by {look.holder or 'somebody'}", path=path)
+                    # Anybody may have written the record: it must not speak to a terminal or forge a line of the log.
+                    raise LockBusyError(f"its lock is held by {printable(look.holder or 'somebody')}", path=path)
                 if isinstance(step, float | int):
                     return [], step, path
                 del looks[path]

@@ -276,7 +276,8 @@ class Saves:
             draft.changed = False
             return
         if draft.refused is None:
-            log.info("%s: not saved: %s; its draft is kept", self._shown(draft), error)
+            words = error.message if isinstance(error, VaultError) else error.strerror or error
+            log.info("%s: not saved: %s; its draft is kept", self._shown(draft), printable(str(words)))
         if not isinstance(error, LockBusyError):
             self._context.counters["errors"] += 1
         draft.refused = error.message if isinstance(error, VaultError) else error.strerror or str(error)
