@@ -21,6 +21,7 @@ import inotify_simple
 import pytest
 
 from tests.mount.harness import eventually
+from vaultfs import kernel
 from vaultfs.mount import companion, procs
 from vaultfs.mount.announce import Announcer
 
@@ -647,13 +648,14 @@ def test_a_dying_program_is_told_from_a_closing_one_while_its_flush_waits(
     """What the flush handler of the mount will see of its opener."""
     mount = tiny(HOLD="1")
     path = mount.mountpoint / "a"
-    inode = os.stat(path).st_ino
+    shown = kernel.statx(kernel.AT_FDCWD, os.fsencode(path))
+    place = (shown.mnt_id, shown.dev, {shown.ino})
     script = f"import time; f = open({str(path)!r}, 'r+b', buffering=0); print(flush=True); input(); {then}"
     program = subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     try:
         assert program.stdout is not None and program.stdin is not None
         program.stdout.readline()
-        assert len(procs.write_descriptors(program.pid, mount.dev, {inode}) or []) == 1
+        assert len(procs.write_descriptors(program.pid, *place) or []) == 1
         if number:
             program.send_signal(number)
         else:
@@ -662,7 +664,7 @@ def test_a_dying_program_is_told_from_a_closing_one_while_its_flush_waits(
         mount.wait_for("FLUSH")
         assert procs.death_signal(program.pid) == number
         assert procs.is_exiting(program.pid) == bool(number)
-        assert procs.write_descriptors(program.pid, mount.dev, {inode}) == []
+        assert procs.write_descriptors(program.pid, *place) == []
     finally:
         mount.tell("go")
         program.kill()
