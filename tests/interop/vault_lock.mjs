@@ -41,6 +41,7 @@ const absent = (call, ...codes) => {
     return call();
   } catch (error) {
     if (error.code === "ENOENT" || codes.includes(error.code)) return undefined;
+    if (error.errno === -116) return undefined; // ESTALE, as network file systems say it of what is gone
     throw error;
   }
 };
