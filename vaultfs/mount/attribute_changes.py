@@ -51,7 +51,11 @@ class AttributeChanges:
         if fields.update_size:
             await self._set_size(inode, wanted.st_size, number, thread)
         if fields.update_mode or fields.update_uid or fields.update_gid or fields.update_atime or fields.update_mtime:
-            self._set_metadata(inode, wanted, fields)
+            try:
+                self._set_metadata(inode, wanted, fields)
+            except LookAgainError:
+                raise self._files.look_again(thread, inode, writing=False) from None
+            self._files.arrived(thread)
         return self._tree.attributes(inode)
 
     async def _set_size(self, inode: Inode, size: int, number: int | None, thread: int) -> None:

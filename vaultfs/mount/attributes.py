@@ -52,15 +52,28 @@ def entry_attributes(
 
 @contextmanager
 def path_descriptor(root: VaultRoot, version: Version) -> Iterator[int]:
-    """A descriptor that stands for exactly this version, with or without the right to read it."""
+    """A descriptor that stands for exactly this version, with or without the right to read it.
+
+    The one that is held, if the name holds something else by now: the path was resolved before, as on any file system.
+    Raises LookAgainError if none is held.
+    """
     if version.descriptor is not None and not version.is_current:
         yield version.descriptor
         return
-    descriptor = root.open_file(version.name.path(), os.O_PATH)
     try:
-        if not version.identity.unchanged(FileIdentity.from_stat(os.fstat(descriptor))):
+        descriptor = root.open_file(version.name.path(), os.O_PATH)
+    except FileNotFoundError:
+        if version.descriptor is None:
+            raise
+        yield version.descriptor
+        return
+    try:
+        if version.identity.unchanged(FileIdentity.from_stat(os.fstat(descriptor))):
+            yield descriptor
+        elif version.descriptor is not None:
+            yield version.descriptor
+        else:
             raise LookAgainError("changed outside")
-        yield descriptor
     finally:
         os.close(descriptor)
 

@@ -203,7 +203,8 @@ class Files:
             raise self.look_again(thread, draft, writing=True, truncating=True)
         opener = pending.opener if pending is not None and pending.opener is not None else self._saves.opener(thread)
         keep_cache = True
-        if draft.kind == "edit" and not draft.handles and not draft.changed and draft.file is None:
+        looked_up = promised and draft.base is not None and draft.base.descriptor is not None
+        if draft.kind == "edit" and not looked_up and not draft.handles and not draft.changed and draft.file is None:
             keep_cache = self.start_afresh(draft)
         if draft.base is not None:
             draft.base.open_content(self._context.root)

@@ -141,7 +141,7 @@ class InodeTable:
         if known is not None and birth and known.birth == birth and not parent.is_within(known):
             if known.parent is not None:
                 known.parent.children.pop(known.name, None)
-            known.parent, known.name = parent, name
+            known.parent, known.name, known.gone = parent, name, False
             parent.children[name] = known
             return known
         made = Directory(self.number_for(status.st_ino), parent, name, identity)
@@ -208,8 +208,8 @@ class InodeTable:
         self._inodes[draft.number] = live
         return live
 
-    def drop(self, parent: Directory, name: bytes) -> None:
-        """Something else stands at `name` now, or nothing: let go of what was known there.
+    def drop(self, parent: Directory, name: bytes, *, gone: bool = False) -> None:
+        """Something else stands at `name` now, or (`gone`) nothing: let go of what was known there.
 
         Names with drafts stay as they are: their drafts still have to be published somewhere.
         """
@@ -224,6 +224,8 @@ class InodeTable:
             return
         del parent.children[name]
         child.parent = None
+        if isinstance(child, Directory):
+            child.gone = gone
         self.collect(child)
         if not parent.children:
             self.collect(parent)

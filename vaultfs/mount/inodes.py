@@ -81,7 +81,7 @@ class Inode:
 class Directory(Inode):
     """A directory of the vault; `children` holds only what the kernel knows or a draft needs."""
 
-    __slots__ = ("birth", "children", "identity", "name", "parent", "removed", "watched")
+    __slots__ = ("birth", "children", "gone", "identity", "name", "parent", "removed", "watched")
 
     def __init__(self, number: int, parent: Directory | None, name: bytes, identity: tuple[int, int]) -> None:
         super().__init__(number)
@@ -91,6 +91,7 @@ class Directory(Inode):
         self.children: dict[bytes, Directory | Link | Name] = {}
         self.birth = 0  # when it was made (ns), 0 if not known
         self.watched = False
+        self.gone = False  # nothing stands at its place any more: whoever has it open meets ENOENT in it
         self.removed: os.stat_result | None = None  # what it was when it was removed, for those who have it open
 
     @property
@@ -112,7 +113,7 @@ class Directory(Inode):
         if self.number == ROOT_NUMBER:
             return b""
         if self.parent is None:
-            if self.removed is not None:
+            if self.removed is not None or self.gone:
                 raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), self.name)
             raise LookAgainError("the directory was replaced")
         above = self.parent.path()

@@ -81,7 +81,7 @@ class OutsideChanges:
             # Not for a directory: the kernel would take it for dead, and it may only have been moved.
             deleted_number = 0 if isinstance(known, Directory) else known.number
             context.invalidator.entry(number, name, deleted_number, then=told)
-            context.inodes.drop(directory, name)
+            context.inodes.drop(directory, name, gone=True)
         else:
             announcer = context.announcer
             then = None

@@ -21,7 +21,6 @@ import errno
 import os
 import stat
 from collections.abc import Iterator
-from contextlib import suppress
 from functools import partial
 
 import pyfuse3
@@ -40,6 +39,8 @@ from vaultfs.mount.inodes import Directory, Draft, Inode, Link, LiveFile, Name, 
 from vaultfs.mount.saves import Saves
 
 __all__ = ["DirectoryListing", "Tree"]
+
+LOOKS = 8  # at a name that somebody keeps replacing outside
 
 
 def _absent(path: bytes) -> FileNotFoundError:
@@ -75,25 +76,30 @@ class Tree:
         if context.policy.is_machinery(path):
             raise _absent(path)
         self.watch(parent)
-        try:
-            status = context.root.stat(path)
-        except FileNotFoundError:
-            return self._lookup_unpublished(parent, name, path, thread)
-        inode = self.seen(parent, name, path, status)
-        if inode is None:
-            raise _absent(path)
-        if isinstance(inode, Version | Draft):
-            redirected = self._redirected(inode, thread)
-            if redirected is not None:
-                inode = redirected
-            if isinstance(inode, Draft):
-                context.redirects.gave(thread, inode)
-        inode.lookups += 1
-        return self.entry(inode, status)
+        for attempt in range(LOOKS):
+            try:
+                status = context.root.stat(path)
+            except FileNotFoundError:
+                return self._lookup_unpublished(parent, name, path, thread)
+            inode = self.seen(parent, name, path, status)
+            if inode is None:
+                raise _absent(path)
+            if isinstance(inode, Version | Draft):
+                try:
+                    inode = self._redirected(inode, thread) or inode
+                except LookAgainError:
+                    if attempt + 1 < LOOKS:
+                        continue  # replaced outside between two steps of ours: what stands there now?
+                    raise
+                if isinstance(inode, Draft):
+                    context.redirects.gave(thread, inode)
+            inode.lookups += 1
+            return self.entry(inode, status)
+        raise AssertionError("the last look returns or raises")
 
     def _lookup_unpublished(self, parent: Directory, name: bytes, path: bytes, thread: int) -> pyfuse3.EntryAttributes:
         inodes = self._context.inodes
-        inodes.drop(parent, name)
+        inodes.drop(parent, name, gone=True)
         child = parent.children.get(name)
         if isinstance(child, Name):
             shown = child.shown_draft
@@ -110,17 +116,21 @@ class Tree:
         raise _absent(path)
 
     def _redirected(self, inode: Version | Draft, thread: int) -> Draft | None:
-        """The draft that `thread` was told to look for, if it was; made if need be."""
+        """The draft that `thread` was told to look for, if it was; made if need be.
+
+        What the open that follows will need is opened here, since the kernel looks again only once: then the open
+        finds it, whatever becomes of the name until then. Raises LookAgainError if the name changed just now.
+        """
         pending = self._context.redirects.get(thread)
         if pending is None:
             return None
         pending.looked = True
         name = inode.name
-        if not pending.writing and isinstance(inode, Version):
-            # Opened here, so that the open that follows finds it, whatever becomes of the name until then.
-            with suppress(LookAgainError):  # changed outside since it was looked at: the open will say so
+        if not pending.writing:
+            if isinstance(inode, Version):
                 inode.open_content(self._context.root)
-        if not pending.writing or name is None:
+            return None
+        if name is None:
             return None
         promised = pending.draft
         if promised is not None and promised.name is name:
@@ -132,6 +142,13 @@ class Tree:
         pending.promise(draft)
         if former is not None and former is not draft:
             self._saves.end_if_unused(former)
+        if draft.base is not None:
+            try:
+                draft.base.open_content(self._context.root)
+            except LookAgainError:
+                pending.withdraw()
+                self._saves.end_if_unused(draft)
+                raise
         return draft
 
     def seen(self, parent: Directory, name: bytes, path: bytes, status: os.stat_result) -> Inode | None:
