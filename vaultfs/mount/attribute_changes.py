@@ -17,7 +17,7 @@ from vaultfs.errors import (
     HardLinkedError,
     LookAgainError,
 )
-from vaultfs.mount.attributes import open_same_directory, path_descriptor
+from vaultfs.mount.attributes import assert_one_name, open_live, open_same_directory, path_descriptor
 from vaultfs.mount.context import MountContext
 from vaultfs.mount.files import Files
 from vaultfs.mount.inodes import Directory, Draft, Inode, Link, LiveFile, Version
@@ -107,6 +107,7 @@ class AttributeChanges:
             inode = name.version  # nothing to publish: it applies at once, as on any file system
         if isinstance(inode, Version):
             with path_descriptor(self._context.root, inode) as descriptor:
+                assert_one_name(descriptor, inode.name)
                 self._apply(f"/proc/self/fd/{descriptor}", wanted, fields)
                 inode.update(os.fstat(descriptor))
             for draft in list(inode.name.drafts):
@@ -115,7 +116,7 @@ class AttributeChanges:
                     draft.began = inode.identity
             return
         if isinstance(inode, LiveFile):
-            descriptor = self._context.root.open_file(inode.name.path(), os.O_PATH)
+            descriptor = open_live(self._context.root, inode)
         elif isinstance(inode, Directory):
             descriptor = open_same_directory(self._context.root, inode)
         else:

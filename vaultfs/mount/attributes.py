@@ -16,12 +16,20 @@ from contextlib import contextmanager
 
 import pyfuse3
 
-from vaultfs.errors import LookAgainError
+from vaultfs.errors import HardLinkedError, LookAgainError
 from vaultfs.identity import FileIdentity
-from vaultfs.mount.inodes import Directory, Version
+from vaultfs.mount.inodes import Directory, LiveFile, Name, Version
 from vaultfs.root import VaultRoot
 
-__all__ = ["KEPT_BRIEFLY", "KEPT_LONG", "entry_attributes", "open_same_directory", "path_descriptor"]
+__all__ = [
+    "KEPT_BRIEFLY",
+    "KEPT_LONG",
+    "assert_one_name",
+    "entry_attributes",
+    "open_live",
+    "open_same_directory",
+    "path_descriptor",
+]
 
 KEPT_LONG = 3600.0  # seconds; outside changes are told to the kernel as they are seen
 KEPT_BRIEFLY = 1.0  # seconds, where outside changes cannot be watched
@@ -85,4 +93,28 @@ def open_same_directory(root: VaultRoot, directory: Directory) -> int:
     if (status.st_dev, status.st_ino) != directory.identity:
         os.close(descriptor)
         raise LookAgainError("something else stands there now")
+    return descriptor
+
+
+def assert_one_name(descriptor: int, name: Name) -> None:
+    """Raises HardLinkedError if the open file has several names: a change of it would be one of all of them."""
+    if os.fstat(descriptor).st_nlink > 1:
+        raise HardLinkedError(path=name.path())
+
+
+def open_live(root: VaultRoot, live: LiveFile, *, change: bool = True) -> int:
+    """A path descriptor of exactly this live file, for its attributes.
+
+    Raises LookAgainError if another file stands at its path by now, HardLinkedError if it has several names and is to
+    be changed.
+    """
+    descriptor, status = root.open_with_stat(live.name.path(), os.O_PATH)
+    try:
+        if (status.st_dev, status.st_ino) != live.identity:
+            raise LookAgainError("the file was replaced")
+        if change:
+            assert_one_name(descriptor, live.name)
+    except BaseException:
+        os.close(descriptor)
+        raise
     return descriptor

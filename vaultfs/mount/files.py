@@ -221,13 +221,12 @@ class Files:
         self.arrived(thread)
         return self._register(handle, keep_cache=keep_cache)
 
-    @staticmethod
-    def start_afresh(draft: Draft) -> bool:
+    def start_afresh(self, draft: Draft) -> bool:
         """A clean draft that nobody has open starts from the newest version; False if its cached pages are stale."""
         name = draft.name
         if name is None or draft.base is name.version:
             return True
-        draft.rebase(name.version)
+        self._context.inodes.rebase(draft, name.version)
         draft.size = name.version.identity.size if name.version is not None else 0
         draft.append_from = draft.size
         draft.diverged = False

@@ -240,6 +240,19 @@ class InodeTable:
             name.edit = draft
         return draft
 
+    def rebase(self, draft: Draft, version: Version | None) -> None:
+        """Let `draft` go on from `version`; what it was based on is dropped if nobody else needs it."""
+        former = draft.base
+        draft.rebase(version)
+        if former is not None and former is not version:
+            self.collect(former)
+
+    def private_version(self, name: Name, descriptor: int) -> Version:
+        """A content that has no name of its own (any more), held by `descriptor`, which it takes over."""
+        version = Version(self.private_number(), name, os.fstat(descriptor))
+        version.adopt(descriptor)
+        return version
+
     def end_draft(self, draft: Draft) -> None:
         """The draft has nothing more to publish and nobody uses it: let go of its name, base and staging file."""
         name = draft.name

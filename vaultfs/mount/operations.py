@@ -124,8 +124,7 @@ class Operations(pyfuse3.Operations):
 
     def _other_request(self, thread: int) -> None:
         """A request that no path walk makes: whatever `thread` was told to look for, it has given up."""
-        if self._context.redirects:
-            self._context.redirects.end(thread)
+        self._files.arrived(thread)
 
     def _begin_change(self, thread: int) -> None:
         """What every request that changes a name begins with."""

@@ -326,12 +326,17 @@ class Saves:
             sync_draft(draft.file, durability)  # somebody writes all the time: once more, here, and that is it
         if name.version is not None:
             name.version.hold(self._context.root)
+        # A tail may go onto somebody else's version; then this is all that is left of the draft's own view.
+        own = os.dup(draft.file.fd) if draft.kind == "edit" and draft.append_from is not None else -1
         try:
             published = self._put(name, draft, path, durability, late=late)
+            self._after_publish(name, draft, path, published, own)
         except ConflictError:
             self._after_conflict(name, draft, path)
             raise
-        self._after_publish(name, draft, path, published)
+        finally:
+            if own >= 0:
+                os.close(own)
         return True
 
     @staticmethod
@@ -392,7 +397,7 @@ class Saves:
                     raise
         return publish_replacement(root, drafts, file, path, meta, known=known, durability=durability, late=late)
 
-    def _after_publish(self, name: Name, draft: Draft, path: bytes, published: Published) -> None:
+    def _after_publish(self, name: Name, draft: Draft, path: bytes, published: Published, own: int) -> None:
         context = self._context
         file, draft.file = draft.file, None
         assert file is not None
@@ -409,10 +414,10 @@ class Saves:
         draft.interrupted = None
         draft.published += 1
         draft.published_at = time.monotonic()
-        if status.st_size != draft.size:
-            self._keep_own_view(draft)
+        if own >= 0 and os.fstat(own).st_ino != status.st_ino:
+            self._keep_own_view(name, draft, own)
         else:
-            draft.rebase(version)
+            context.inodes.rebase(draft, version)
             draft.append_from = draft.size
         if draft.kind == "new":
             draft.kind = "edit"
@@ -429,17 +434,19 @@ class Saves:
         if context.announcer is not None:
             context.announcer.announce(path, stat.S_IMODE(status.st_mode))
 
-    @staticmethod
-    def _keep_own_view(draft: Draft) -> None:
-        """The draft's appends went onto somebody else's version: nobody's sizes or offsets are disturbed.
+    def _keep_own_view(self, name: Name, draft: Draft, content: int) -> None:
+        """What the draft held went onto, or beside, somebody else's version: nobody's sizes or offsets are disturbed.
 
-        The draft shows its own content as before, and what is appended to it later goes onto the newest version
-        again; whoever opens the name for editing from now on gets a draft of that version.
+        The draft goes on with its own `content` (a descriptor of it), what is appended to it later goes onto the newest
+        version again, and whoever opens the name for editing from now on gets a draft of that version.
         """
+        inodes = self._context.inodes
+        reading = os.open(f"/proc/self/fd/{content}", os.O_RDONLY | os.O_CLOEXEC)
+        inodes.rebase(draft, inodes.private_version(name, reading))
         draft.diverged = True
         draft.append_from = draft.size
-        if draft.name is not None and draft.name.edit is draft:
-            draft.name.edit = None
+        if name.edit is draft:
+            name.edit = None
 
     def _after_conflict(self, name: Name, draft: Draft, path: bytes) -> None:
         """The draft's content is in a conflict copy (or kept); the name holds somebody else's version."""
@@ -448,6 +455,8 @@ class Saves:
         draft.changed = False
         draft.refused = None
         if file is not None:
+            self._keep_own_view(name, draft, file.fd)
+            draft.append_from = None  # what follows belongs to the copy, and goes into the next one whole
             file.close()
         try:
             status = context.root.stat(path)
@@ -479,7 +488,7 @@ class Saves:
             draft.file = None
         draft.changed = False
         draft.kind = "edit"
-        draft.rebase(version)
+        context.inodes.rebase(draft, version)
         draft.append_from = 0
         context.counters["saves"] += 1
         if context.announcer is not None:
@@ -501,7 +510,7 @@ class Saves:
         else:
             try:
                 kept = file.keep(reason)
-            except OSError as error:
+            except (VaultError, OSError) as error:
                 # It stays staged, under its name and with its record, and the next mount's recovery keeps it.
                 log.error("%s: its draft could not be moved to the kept ones: %s", printable(file.path), error)
                 file.close()
@@ -542,6 +551,8 @@ class Saves:
 
     async def retry_refused(self) -> None:
         """Try again what a busy lock kept out; keep on disk what must not go in any more."""
+        if self._context.read_only_reason is not None:
+            return  # nothing may be written any more; the drafts are on disk, for the next mount
         # The newest first: it is the one that shall have the name, and those that it supersedes are kept.
         busy: set[Name] = set()
         for draft in sorted(self._context.inodes.drafts(), key=lambda one: one.last_write, reverse=True):

@@ -12,7 +12,7 @@ import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from vaultfs.mount.attributes import open_same_directory, path_descriptor
+from vaultfs.mount.attributes import assert_one_name, open_live, open_same_directory, path_descriptor
 from vaultfs.mount.context import MountContext
 from vaultfs.mount.inodes import Directory, Draft, Inode, Link, LiveFile, Version
 
@@ -48,6 +48,8 @@ class ExtendedAttributes:
                 raise OSError(errno.ENODATA, os.strerror(errno.ENODATA))
         if isinstance(inode, Version):
             with path_descriptor(self._context.root, inode) as descriptor:
+                if change:
+                    assert_one_name(descriptor, inode.name)
                 yield f"/proc/self/fd/{descriptor}"
                 if change:
                     inode.update(os.fstat(descriptor))
@@ -56,7 +58,7 @@ class ExtendedAttributes:
                             draft.began = inode.identity
             return
         if isinstance(inode, LiveFile):
-            descriptor = self._context.root.open_file(inode.name.path(), os.O_PATH)
+            descriptor = open_live(self._context.root, inode, change=change)
         elif isinstance(inode, Directory):
             descriptor = open_same_directory(self._context.root, inode)
         else:
