@@ -33,6 +33,9 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
 def pytest_configure() -> None:
     # Whoever stops the tests (timeout, a CI runner) wants the mounts gone too: end as Ctrl-C does, with the fixtures.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
+    # A shell's background job ignores these two, and so would every program that a test starts and ends by them.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 @pytest.fixture

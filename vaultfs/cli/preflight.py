@@ -141,6 +141,16 @@ def _user_allow_other() -> bool | None:
 # --- the vault
 
 
+def _refuse_state_directory(vault: str) -> None:
+    """What keeps a vault's drafts and locks is none: served as documents, it could be changed by anybody."""
+    if ".vaultfs" in vault.split("/"):
+        raise UnsuitableVaultError(
+            "this is the state directory of a vault, or a part of one",
+            path=vault,
+            remedy="Mount the vault itself: the directory that .vaultfs is in.",
+        )
+
+
 def _check_vault(options: MountOptions, notice: Callable[[str], None]) -> tuple[str, os.stat_result]:
     parent, name = os.path.split(options.vault)
     # Links on the way to the vault are the user's own business; the vault itself must not be one.
@@ -159,6 +169,7 @@ def _check_vault(options: MountOptions, notice: Callable[[str], None]) -> tuple[
         raise link
     if not stat.S_ISDIR(status.st_mode):
         raise UnsuitableVaultError("this is not a directory", path=vault)
+    _refuse_state_directory(vault)
     mount = _mount_of(status.st_dev)
     if mount is not None and mount.ours:
         _refuse_mounted_vault(vault, mount)
@@ -359,10 +370,18 @@ def check_log_file(options: MountOptions) -> None:
 
 
 def _check_not_served(vault: str, status: os.stat_result) -> None:
+    """One daemon for a vault: not the same one twice, and no part of one that is served."""
+    above = {(status.st_dev, status.st_ino): "this vault"}
+    directory = vault
+    while directory != os.path.dirname(directory):
+        directory = os.path.dirname(directory)
+        found = os.stat(directory)
+        above[(found.st_dev, found.st_ino)] = f"the vault {printable(directory)}, which this is a part of,"
     for entry in registry.entries():
-        if (entry.vault_dev, entry.vault_ino) == (status.st_dev, status.st_ino):
+        which = above.get((entry.vault_dev, entry.vault_ino))
+        if which is not None:
             served = AlreadyServedError(
-                f"this vault is served already, on {printable(entry.mountpoint)} by pid {entry.pid}",
+                f"{which} is served already, on {printable(entry.mountpoint)} by pid {entry.pid}",
                 path=vault,
                 pid=entry.pid,
                 since=entry.since,
