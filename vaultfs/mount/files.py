@@ -480,12 +480,3 @@ class Files:
     def handle(self, number: int | None) -> Handle | None:
         """The open handle with this number."""
         return self._handles.get(number) if number is not None else None
-
-    # --- for status and the end ---------------------------------------------------------------------------------
-
-    def close_all(self) -> None:
-        """The kernel is gone: nobody will release what is still open."""
-        for handle in list(self._handles.values()):
-            if isinstance(handle.inode, Draft):
-                handle.inode.handles.discard(handle)
-        self._handles.clear()

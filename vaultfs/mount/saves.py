@@ -646,8 +646,7 @@ class Saves:
             if draft.name is None or not draft.changed:
                 self._context.inodes.end_draft(draft)
                 continue
-            complete = all(handle.let_go for handle in draft.handles) or self._openers_gone(draft)
-            if complete and not self._completeness.was_cut_short(draft):
+            if not self._completeness.is_still_open(draft) and not self._completeness.was_cut_short(draft):
                 try:
                     await self.publish(draft)
                 except Exception as error:
@@ -656,13 +655,6 @@ class Saves:
                 self.keep(draft, draft.refused or "the mount ended while it was still being written")
             draft.handles.clear()
             self._context.inodes.end_draft(draft)
-
-    @staticmethod
-    def _openers_gone(draft: Draft) -> bool:
-        return all(
-            handle.opener is None or not procs.is_still(handle.opener.pid, handle.opener.start_time)
-            for handle in draft.handles
-        )
 
     @staticmethod
     def _shown(draft: Draft) -> str:

@@ -326,7 +326,7 @@ class Mount:
                 log.error("the vault takes no more writes: %s", error)
 
     async def _settle(self) -> None:
-        self.files.close_all()
+        """The kernel is gone, or has let go of us: nobody will release what is still open."""
         await self.saves.settle()
 
     # --- what the control server asks, from other threads -------------------------------------------------------
@@ -363,7 +363,7 @@ class Mount:
         state = "serving"
         if context.stopping:
             state = "stopping"
-        elif context.read_only_reason is not None or self._options.ro:
+        elif context.read_only_reason is not None or self._options.ro or (self._fence is not None and self._fence.lost):
             state = "read-only"
         return MountStatus(
             vault=self._options.vault,
