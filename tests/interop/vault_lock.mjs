@@ -1,4 +1,4 @@
-// A second implementation of the path lock, for the tests: written from the protocol document alone.
+// A second implementation of the path lock, for the tests: written after the protocol document.
 //
 // Nothing here is shared with the Python implementation but the document. It writes *shared* records (v, pid, token,
 // created_at and nothing else), prepares its lock beside the file, and has only what Node.js offers: no renameat2, so a

@@ -19,10 +19,9 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Sequence
-from fnmatch import translate
 
 from vaultfs.config import MountOptions
+from vaultfs.locks.places import Globs
 
 __all__ = ["LOCK_FILE_LIMIT", "SQLITE_HEADER", "NamePolicy", "is_database"]
 
@@ -40,34 +39,13 @@ def is_database(start: bytes) -> bool:
     return start.startswith(SQLITE_HEADER)
 
 
-class _Globs:
-    """A list of globs; one with a slash is compared with the whole vault-relative path, others with the name."""
-
-    def __init__(self, globs: Sequence[str]) -> None:
-        names = [glob for glob in globs if "/" not in glob]
-        paths = [glob for glob in globs if "/" in glob]
-        self._names = self._compile(names)
-        self._paths = self._compile(paths)
-
-    @staticmethod
-    def _compile(globs: Sequence[str]) -> re.Pattern[bytes] | None:
-        if not globs:
-            return None
-        return re.compile(b"|".join(b"(?:" + os.fsencode(translate(glob)) + b")" for glob in globs))
-
-    def match(self, path: bytes) -> bool:
-        if self._names is not None and self._names.match(path[path.rfind(b"/") + 1 :]):
-            return True
-        return self._paths is not None and self._paths.match(path) is not None
-
-
 class NamePolicy:
     """The decisions for one mount."""
 
     def __init__(self, options: MountOptions, state_name: bytes | None) -> None:
-        self._live = _Globs(options.live)
-        self._lock_like = _Globs(_LOCK_LIKE)
-        self._private = _Globs(options.private_locks)
+        self._live = Globs(options.live)
+        self._lock_like = Globs(_LOCK_LIKE)
+        self._private = Globs(options.private_locks)
         self._state_name = state_name
         self._symlinks = options.symlinks
         self._allowed = [os.fsencode(target) for target in options.allow]
