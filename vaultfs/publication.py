@@ -138,7 +138,7 @@ class Publication:
             fd = os.open(name, _READ_FLAGS, dir_fd=directory)
         except FileNotFoundError:
             return None
-        except PermissionError:  # write-only files exist: it can be replaced, though not read
+        except (PermissionError, BlockingIOError):  # write-only, or leased: it can be replaced, though not read
             readable = False
             try:
                 fd = os.open(name, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=directory)

@@ -110,3 +110,33 @@ def test_an_attribute_can_be_removed_by_path_while_the_file_is_being_replaced(mo
     writer.result()
     assert mounted.read_behind("f.txt") == b"new"
     assert "user.label" not in os.listxattr(mounted.behind / "f.txt")
+
+
+def test_a_lease_on_one_file_holds_up_only_who_opens_that_file(vault_mount: Any) -> None:
+    """Samba takes leases on what it serves (kernel oplocks); whoever opens such a file waits for it to be given up."""
+    mounted: MountedVault = vault_mount(files={"leased.txt": "leased", "other.txt": "other"})
+
+    def hold(path: str) -> None:
+        import fcntl
+        import os
+        import signal
+
+        signal.signal(signal.SIGIO, signal.SIG_IGN)
+        descriptor = os.open(path, os.O_RDWR)
+        fcntl.fcntl(descriptor, fcntl.F_SETLEASE, fcntl.F_WRLCK)
+        say("held")
+        hear()
+        fcntl.fcntl(descriptor, fcntl.F_SETLEASE, fcntl.F_UNLCK)
+        os.close(descriptor)
+
+    holder = mounted.spawn(hold, mounted.behind / "leased.txt")
+    holder.hear()
+    reader = mounted.spawn_shell('cat "$1"', mounted.mnt / "leased.txt")
+    for number in range(5):
+        mounted.shell('cat "$1" > /dev/null; echo "$2" > "$3"', mounted.mnt / "other.txt", number, mounted.mnt / "n")
+            'cat "$1" > /dev/null; echo "$2" > "$3"', mounted.mnt / "other.txt", number, mounted.mnt / "n.txt"
+        )
+    assert reader.running
+    holder.say()
+    assert reader.end() == (0, "leased")
+    holder.result()

@@ -30,6 +30,7 @@ import stat
 from functools import partial
 
 import pyfuse3
+import trio
 
 from vaultfs.errors import (
     CallerUnknownError,
@@ -49,6 +50,9 @@ from vaultfs.mount.tree import Tree
 from vaultfs.publish import publish_new
 
 __all__ = ["Files"]
+
+LEASE_LIMIT = 60.0  # seconds; /proc/sys/fs/lease-break-time is 45
+LEASE_PAUSE = 0.05
 
 log = logging.getLogger(__name__)
 
@@ -73,6 +77,21 @@ class Files:
     # --- opening ------------------------------------------------------------------------------------------------
 
     async def open(self, inode: Inode, flags: int, thread: int) -> pyfuse3.FileInfo:
+        """Open `inode`; what the open has to wait for below holds up nobody else.
+
+        Somebody may hold a lease on the file (fcntl(2), F_SETLEASE; Samba does). Our open without waiting has asked the
+        holder to give it up, and is repeated until that is done or the kernel has taken it away.
+        """
+        deadline = trio.current_time() + LEASE_LIMIT
+        while True:
+            try:
+                return await self._open(inode, flags, thread)
+            except BlockingIOError:
+                if trio.current_time() > deadline:
+                    raise
+                await trio.sleep(LEASE_PAUSE)
+
+    async def _open(self, inode: Inode, flags: int, thread: int) -> pyfuse3.FileInfo:
         if isinstance(inode, Version):
             return self._open_version(inode, flags, thread)
         if isinstance(inode, Draft):
@@ -240,13 +259,13 @@ class Files:
             context.assert_writable()
             if context.options.ro:
                 raise OSError(errno.EROFS, os.strerror(errno.EROFS), path)
-        wanted = os.O_RDWR if writes else os.O_RDONLY
+        wanted = (os.O_RDWR if writes else os.O_RDONLY) | os.O_NONBLOCK
         try:
             descriptor, status = context.root.open_with_stat(path, wanted | flags & os.O_DSYNC)
         except PermissionError:
             if not writes or (flags & os.O_ACCMODE) != os.O_WRONLY:
                 raise
-            descriptor, status = context.root.open_with_stat(path, os.O_WRONLY | flags & os.O_DSYNC)
+            descriptor, status = context.root.open_with_stat(path, os.O_WRONLY | os.O_NONBLOCK | flags & os.O_DSYNC)
         try:
             if live.identity != (status.st_dev, status.st_ino):
                 raise LookAgainError("the file was replaced")

@@ -239,7 +239,8 @@ class Version(Inode):
             if not self.is_current:
                 raise LookAgainError("superseded")
             try:
-                descriptor = root.open_file(self.name.path(), os.O_RDONLY)
+                # O_NONBLOCK matters only where somebody holds a lease: then BlockingIOError, and the open waits.
+                descriptor = root.open_file(self.name.path(), os.O_RDONLY | os.O_NONBLOCK)
             except FileNotFoundError as error:
                 raise LookAgainError("removed") from error
             if not FileIdentity.from_stat(os.fstat(descriptor)).unchanged(self.identity):

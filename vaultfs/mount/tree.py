@@ -21,6 +21,7 @@ import errno
 import os
 import stat
 from collections.abc import Iterator
+from contextlib import suppress
 from functools import partial
 
 import pyfuse3
@@ -128,7 +129,8 @@ class Tree:
         name = inode.name
         if not pending.writing:
             if isinstance(inode, Version):
-                inode.open_content(self._context.root)
+                with suppress(BlockingIOError):  # a lease on the file: the open will wait for it
+                    inode.open_content(self._context.root)
             return None
         if name is None:
             return None
@@ -144,7 +146,8 @@ class Tree:
             self._saves.end_if_unused(former)
         if draft.base is not None:
             try:
-                draft.base.open_content(self._context.root)
+                with suppress(BlockingIOError):
+                    draft.base.open_content(self._context.root)
             except LookAgainError:
                 pending.withdraw()
                 self._saves.end_if_unused(draft)
