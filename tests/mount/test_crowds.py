@@ -134,8 +134,6 @@ def test_a_lease_on_one_file_holds_up_only_who_opens_that_file(vault_mount: Any)
     reader = mounted.spawn_shell('cat "$1"', mounted.mnt / "leased.txt")
     for number in range(5):
         mounted.shell('cat "$1" > /dev/null; echo "$2" > "$3"', mounted.mnt / "other.txt", number, mounted.mnt / "n")
-            'cat "$1" > /dev/null; echo "$2" > "$3"', mounted.mnt / "other.txt", number, mounted.mnt / "n.txt"
-        )
     assert reader.running
     holder.say()
     assert reader.end() == (0, "leased")
