@@ -135,7 +135,7 @@ def test_a_storm_of_readers_and_writers_mixes_nothing(mounted: MountedVault) -> 
     mounted.put_behind("storm.txt", b"A" * 3000)
     # Each of two writers displaces the other's versions all the time: what came after it began is kept (promise 5).
     mounted.expect_kept(None)
-    seconds = scaled(3, "VAULTFS_TEST_STORM")
+    seconds = scaled(10, "VAULTFS_TEST_STORM")
     writers = [mounted.spawn(_storm_writer, path, seconds, first) for first in (0, 1)]
     readers = [mounted.spawn(_storm_reader, path, seconds) for _ in range(4)]
     saves = sum(writer.result() for writer in writers)
