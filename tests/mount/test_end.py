@@ -48,3 +48,31 @@ def test_a_daemon_that_is_told_to_end_keeps_what_is_half_written(vault_mount: An
     target = mounted.home / "saved"
     mounted.cli("drafts", "save-as", kept["id"], str(target), "--vault", str(mounted.behind))
     assert target.read_bytes().startswith(b"half of the new text")
+
+
+def _write_until_told(path: str) -> int:
+    import os
+
+    descriptor = os.open(path, os.O_WRONLY | os.O_TRUNC)
+    say("writing")
+    try:
+        while True:
+            os.write(descriptor, b"x" * 1000)
+    except OSError as error:
+        return error.errno or -1  # and the descriptor is closed by ending, as in any program
+
+
+def test_a_writer_that_ends_because_the_mount_did_has_not_saved(vault_mount: Any) -> None:
+    mounted: MountedVault = vault_mount(files={f"f{number}.txt": "old, and whole" for number in range(6)})
+    mounted.expect_kept(None)
+    writers = [mounted.spawn(_write_until_told, mounted.mnt / f"f{number}.txt") for number in range(6)]
+    for writer in writers:
+        writer.hear()
+    os.kill(mounted.pid, signal.SIGTERM)
+    _, status = os.waitpid(mounted.pid, 0)
+    assert os.waitstatus_to_exitcode(status) == 0
+    assert all(writer.result() != 0 for writer in writers)
+    mounted.mark_ended()
+    assert [mounted.read_behind(f"f{number}.txt") for number in range(6)] == [b"old, and whole"] * 6
+    listed = json.loads(mounted.cli("drafts", str(mounted.behind), "--json").stdout)["drafts"]
+    assert {one["path"] for one in listed} == {f"f{number}.txt" for number in range(6)}

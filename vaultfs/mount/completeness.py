@@ -104,18 +104,6 @@ class Completeness:
             await trio.sleep(0.002 * (attempt + 1))
         return None
 
-    def is_still_open(self, draft: Draft) -> bool:
-        """True if somebody who has not let go of the draft still has it open, or may have: the mount ends under it."""
-        for handle in draft.handles:
-            opener = handle.opener
-            if handle.let_go or opener is None or not handle.writes:
-                continue
-            context = self._context
-            held = procs.write_descriptors(opener.pid, context.mount_id, context.device, draft.sent_numbers)
-            if held is None or held:
-                return True
-        return False
-
     def was_cut_short(self, draft: Draft) -> bool:
         """Question 2: True if the last writer was killed and publishing what it left could hurt."""
         if draft.interrupted is None:

@@ -640,13 +640,18 @@ class Saves:
                 # Its writer is still there and will be told by its own close; the draft stays as it is.
                 log.info("%s: not published while idle: %s", self._shown(draft), error)
 
-    async def settle(self) -> None:
-        """The mount is gone or about to go: publish what is complete, keep the rest."""
+    async def settle(self, *, cut_off: bool) -> None:
+        """The mount is gone: publish what is complete, keep the rest.
+
+        `cut_off`: it ended under those who had files open. Then complete is only what had been let go of while the
+        kernel was there: nobody can tell a program that was done from one that closed because of the error it got.
+        """
         for draft in self._context.inodes.drafts():
             if draft.name is None or not draft.changed:
                 self._context.inodes.end_draft(draft)
                 continue
-            if not self._completeness.is_still_open(draft) and not self._completeness.was_cut_short(draft):
+            unfinished = cut_off and any(handle.writes and not handle.let_go for handle in draft.handles)
+            if not unfinished and not self._completeness.was_cut_short(draft):
                 try:
                     await self.publish(draft)
                 except Exception as error:

@@ -62,6 +62,7 @@ from vaultfs.mount.status import (
 from vaultfs.mount.tree import Tree
 from vaultfs.mount.watch import Invalidator, OutsideWatch
 from vaultfs.mount.xattrs import ExtendedAttributes
+from vaultfs.mountinfo import mounts
 from vaultfs.patience import within
 from vaultfs.root import VaultRoot
 from vaultfs.state import STATE_NAME, StateDirectory
@@ -205,9 +206,13 @@ class Mount:
             trio.run(self._serve, ready, attend(self))
             mounted = False  # the loop ended because the mount is gone
         finally:
+            # Unmounting ends only what nobody has open any more. Being told to stop, or an aborted connection (its
+            # mount is still there), ends it under them.
+            listed = any(one.mount_id == self.context.mount_id for one in mounts())
+            cut_off = self.context.stopping or mounted or listed
             pyfuse3.close(unmount=mounted or self.context.stopping)
             self.context.root.covered = False
-            trio.run(self._settle)
+            trio.run(self._settle, cut_off)
             self.context.inodes.close()
             self.context.reserve.spend()  # while nothing is mounted nobody needs it
         return 0
@@ -325,9 +330,9 @@ class Mount:
                 self.context.read_only_reason = error.message
                 log.error("the vault takes no more writes: %s", error)
 
-    async def _settle(self) -> None:
+    async def _settle(self, cut_off: bool) -> None:
         """The kernel is gone, or has let go of us: nobody will release what is still open."""
-        await self.saves.settle()
+        await self.saves.settle(cut_off=cut_off)
 
     # --- what the control server asks, from other threads -------------------------------------------------------
 
