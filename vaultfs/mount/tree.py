@@ -41,7 +41,7 @@ from vaultfs.mount.saves import Saves
 
 __all__ = ["DirectoryListing", "Tree"]
 
-LOOKS = 8  # at a name that somebody keeps replacing outside
+LOOKS = 64  # at a name that somebody keeps replacing outside
 
 
 def _absent(path: bytes) -> FileNotFoundError:
