@@ -305,7 +305,7 @@ class Renames:
             if draft.file is not None and draft.name is not None:
                 try:
                     draft.file.retarget(draft.name.path())
-                except LookAgainError:
+                except (LookAgainError, FileNotFoundError):
                     continue  # below a directory that is not reachable: its path cannot have changed by this rename
 
     @staticmethod

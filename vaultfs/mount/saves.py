@@ -667,7 +667,7 @@ class Saves:
             return "(unlinked file)"
         try:
             return printable(draft.name.path())
-        except LookAgainError:
+        except (LookAgainError, FileNotFoundError):  # its directory was replaced or removed
             return printable(draft.name.name)
 
 

@@ -434,7 +434,7 @@ class Mount:
 def _path_text(name: Name) -> str:
     try:
         return os.fsdecode(name.path())
-    except LookAgainError:
+    except (LookAgainError, FileNotFoundError):  # its directory was replaced or removed
         return os.fsdecode(name.name)
 
 
