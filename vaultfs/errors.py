@@ -453,9 +453,7 @@ TABLE: dict[type[VaultError], Row] = {
     VaultMissingError: Row(
         errno.ENOENT, ExitCode.NOT_FOUND, "Check the spelling, or make the directory first: mkdir DIRECTORY."
     ),
-    VaultDeniedError: Row(
-        errno.EACCES, ExitCode.DENIED, "Mount it as its owner, or read only: vaultfs mount -o ro VAULT MOUNTPOINT."
-    ),
+    VaultDeniedError: Row(errno.EACCES, ExitCode.DENIED, "Mount it as its owner."),
     MountpointError: Row(
         errno.EINVAL, ExitCode.UNSUITABLE, "Choose an empty directory outside the vault, or leave the mountpoint away."
     ),

@@ -124,7 +124,7 @@ def publish_replacement(
     the name, IsADirectoryError, OSError of the system calls before the rename.
     """
     with Publication(root, drafts, draft, path, meta, durability, late) as publication:
-        return publication.replace(known, "a newer version that a later whole-file save displaced")
+        return publication.replace(known, "a version that a whole-file save displaced")
 
 
 def publish_edit(

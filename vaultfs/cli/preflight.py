@@ -41,7 +41,7 @@ from vaultfs.errors import (
     VaultMissingError,
     printable,
 )
-from vaultfs.mountinfo import MountEntry, mount_at, mounts, unmount
+from vaultfs.mountinfo import MountEntry, mount_at, mounts, mounts_below, unmount
 from vaultfs.patience import real_path, within
 
 __all__ = ["DEAD", "check", "check_log_file", "check_machine", "probe_renames"]
@@ -74,6 +74,11 @@ def check(options: MountOptions, notice: Callable[[str], None]) -> MountOptions:
     _check_own_files(mountpoint)
     if not options.shared:
         _check_not_served(vault, status)
+    for inner in mounts_below(vault)[:3]:
+        notice(
+            f"{printable(inner.mountpoint)} is mounted inside this vault and cannot be reached through it: vaultfs crosses "
+            "no mount; unmount it first if it belongs to the vault"
+        )
     return msgspec.structs.replace(options, vault=vault, mountpoint=mountpoint)
 
 

@@ -537,14 +537,20 @@ class Saves:
         self._context.drafts.unclaim(path)
 
     def _supersede_refused(self, name: Name, winner: Draft) -> None:
-        """A later save of the same file by the same program supersedes one that is still being tried again."""
+        """A later save by the same process supersedes one of its own that is still being tried again.
+
+        By the same process, not one of the same name: two agents are both "python3", and neither speaks for the other.
+        """
         for draft in list(name.drafts):
             if (
                 draft is not winner
                 and draft.refused is not None
                 and not draft.handles
-                and draft.writer.program == winner.writer.program
+                and draft.writer.same(winner.writer)
             ):
+                log.info(
+                    "%s: the save that waited is superseded by a later one of the same program", self._shown(draft)
+                )
                 draft.changed = False
                 draft.refused = None
                 self.end_if_unused(draft)
@@ -567,7 +573,7 @@ class Saves:
             except (VaultError, OSError) as error:
                 # The place is gone, or holds what no draft may replace: that does not mend itself.
                 if draft.changed:
-                    self.keep(draft, str(error))
+                    self.keep(draft, error.message if isinstance(error, VaultError) else error.strerror or str(error))
             self.end_if_unused(draft)
 
     async def _retry(self, draft: Draft) -> None:
