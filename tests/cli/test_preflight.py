@@ -162,7 +162,7 @@ def test_the_file_system_is_tried_out_of_sight_where_there_is_a_state_directory(
 
 def test_a_vault_that_may_not_be_written(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(preflight.os, "access", lambda path, mode, **_: not mode & os.W_OK)
-    refused(lambda: check(place), VaultDeniedError, ExitCode.DENIED, hint="-o ro")
+    refused(lambda: check(place), VaultDeniedError, ExitCode.DENIED, hint="as its owner")
 
 
 def test_a_missing_mountpoint_and_one_that_is_a_file(place: Path) -> None:

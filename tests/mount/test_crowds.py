@@ -138,3 +138,35 @@ def test_a_lease_on_one_file_holds_up_only_who_opens_that_file(vault_mount: Any)
     holder.say()
     assert reader.end() == (0, "leased")
     holder.result()
+
+
+def _save_text(path: str, text: str) -> int:
+    import os
+
+    descriptor = os.open(path, os.O_WRONLY | os.O_TRUNC)
+    os.write(descriptor, text.encode())
+    say("closing")
+    try:
+        os.close(descriptor)
+    except OSError as error:
+        return error.errno or -1
+    return 0
+
+
+def test_a_refused_save_is_not_lost_to_another_process_of_the_same_program(vault_mount: Any) -> None:
+    mounted: MountedVault = vault_mount("lock-timeout=2s", files={"f.txt": "old"})
+    mounted.expect_kept(None)
+    with living_process() as pid:
+        token = make_lock(mounted.behind / "f.txt", pid)
+        first = mounted.spawn(_save_text, mounted.mnt / "f.txt", "text of the first agent")
+        assert first.result() != 0
+        second = mounted.spawn(_save_text, mounted.mnt / "f.txt", "text of the second agent")
+        second.hear()
+        drop_lock(mounted.behind / "f.txt", token)
+        assert second.result() == 0
+    assert mounted.read_behind("f.txt") == b"text of the second agent"
+    eventually(
+        lambda: any(mounted.kept_content(one) == b"text of the first agent" for one in mounted.kept()),
+        "the first agent's text is kept",
+        step=0.3,
+    )

@@ -76,8 +76,8 @@ def check(options: MountOptions, notice: Callable[[str], None]) -> MountOptions:
         _check_not_served(vault, status)
     for inner in mounts_below(vault)[:3]:
         notice(
-            f"{printable(inner.mountpoint)} is mounted inside this vault and cannot be reached through it: vaultfs crosses "
-            "no mount; unmount it first if it belongs to the vault"
+            f"{printable(inner.mountpoint)} is mounted inside this vault and cannot be reached through it: vaultfs "
+            "crosses no mount; unmount it first if it belongs to the vault"
         )
     return msgspec.structs.replace(options, vault=vault, mountpoint=mountpoint)
 
