@@ -793,7 +793,7 @@ def of_a_user() -> Iterator[MountedVault]:
 
 def test_a_vault_that_may_not_be_written(of_a_user: MountedVault) -> None:
     of_a_user.vault.chmod(0o555)
-    assert_refused(of_a_user, [of_a_user.vault, of_a_user.mnt], ExitCode.DENIED, r"vault.*\n.*-o ro")
+    assert_refused(of_a_user, [of_a_user.vault, of_a_user.mnt], ExitCode.DENIED, r"vault.*\n.*as its owner")
 
 
 @as_root
