@@ -175,7 +175,6 @@ class Mount:
             AttributeChanges(self.context, self.saves, self.tree, self.files),
             ExtendedAttributes(self.context),
         )
-        self._signals = 0
 
     # --- from mounting to unmounting --------------------------------------------------------------------------
 
@@ -286,7 +285,6 @@ class Mount:
     async def _take_signals(self) -> None:
         with trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT, signal.SIGHUP) as signals:
             async for number in signals:
-                self._signals += 1
                 log.info("got %s", signal.Signals(number).name)
                 assert self._stop_requested is not None
                 self._stop_requested.set()
